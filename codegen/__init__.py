@@ -1,0 +1,1 @@
+"""Kernel families as TIR, and builders per target."""

@@ -1,0 +1,1 @@
+"""Container readers, tokenizers, chat templates and architectures."""

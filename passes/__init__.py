@@ -1,0 +1,1 @@
+"""Graph to kernel graph, one file per pass."""

@@ -1,0 +1,1 @@
+"""Artifact, drivers, KV cache, generation. Imports neither the compiler nor TVM."""

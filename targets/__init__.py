@@ -1,0 +1,1 @@
+"""One file per target: features, limits, peaks."""

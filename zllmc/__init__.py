@@ -1,0 +1,1 @@
+"""zllmc: a compiler for large language models."""
