@@ -1,0 +1,61 @@
+"""The execution plan: what an artifact holds beside kernels and weights, and what the runtime replays.
+
+Plain data (msgspec), no compiler types: importing this module costs the runtime nothing. Offsets and sizes
+are bytes. Every launch names its kernel by symbol and its arguments by buffer, so a driver can resolve the
+whole plan to addresses once and replay it with no work per launch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+CONTROL_TOKENS, CONTROL_CACHED, CONTROL_FIRST_ROW = range(3)
+CONTROL_WORDS = 16  # i32 words of the control block: tokens T, cached length S, first row with logits
+
+
+class Buffer(msgspec.Struct, frozen=True):
+    """A region of memory with an owner and a lifetime.
+
+    `weights`: the mapped weight file. `arena`: scratch of one pass, planned by offset. `state`: one layer's
+    KV cache, owned by a session. `io`: what the host reads and writes (tokens, control, logits, next token).
+    """
+
+    name: str
+    kind: Literal["weights", "arena", "state", "io"]
+    bytes: int
+
+
+class Pointer(msgspec.Struct, frozen=True, array_like=True):
+    """An argument: address `offset` bytes into buffer number `buffer`."""
+
+    buffer: int
+    offset: int
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """One kernel call on every thread: kernel(thread, threads, *args). Integers are passed as they are.
+
+    `barrier`: all threads must have finished this launch before any starts the next.
+    """
+
+    kernel: str
+    args: tuple[Pointer | int, ...]
+    barrier: bool = True
+
+
+class EntryPoint(msgspec.Struct, frozen=True):
+    """A whole model pass over 1 … max_tokens tokens."""
+
+    name: str  # "decode" | "prefill"
+    max_tokens: int
+    max_rows: int  # rows of logits that fit
+    launches: tuple[Launch, ...]
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """All buffers and entry points of an artifact."""
+
+    buffers: tuple[Buffer, ...]
+    entries: tuple[EntryPoint, ...]
