@@ -1,6 +1,6 @@
 """Block formats as data: where every bit of a packed weight lies, and what it means.
 
-A row of weights is stored as consecutive blocks of `block` elements in `nbytes` bytes. Element k of a block is
+A row of weights is stored as consecutive blocks: `block` elements in `nbytes` bytes. Element k of a block is
 
     w[k] = (d * sc[k // sub_block]) * code[k] + min_sign * (m * mn[k // sub_block])
 
@@ -136,6 +136,11 @@ def _nibbles(base: int) -> Plane:
     return Plane(4, strided((2, 4), (16, 8), base=base))
 
 
+def _pairs(base: int) -> Plane:
+    """256 pairs of bits in 64 bytes from bit `base` on; elements 32 apart share a byte."""
+    return Plane(2, strided((2, 256), (4, 2), (32, 8), base=base))
+
+
 _F16_SCALE = Float(0, "f16")
 _F16_MINIMUM = Float(2, "f16")
 
@@ -144,7 +149,12 @@ _ALL = (
     BlockFormat("F16", ggml_type=1, block=1, nbytes=2, plain="f16"),
     BlockFormat("BF16", ggml_type=30, block=1, nbytes=2, plain="bf16"),
     BlockFormat(
-        "Q4_0", ggml_type=2, block=32, nbytes=18, scale=_F16_SCALE, codes=Field((_nibbles(16),), zero=8)
+        "Q4_0",
+        ggml_type=2,
+        block=32,
+        nbytes=18,
+        codes=Field((_nibbles(16),), zero=8),
+        scale=_F16_SCALE,
     ),
     BlockFormat(
         "Q4_1",
@@ -187,7 +197,7 @@ _ALL = (
         ggml_type=10,
         block=256,
         nbytes=84,
-        codes=Field((Plane(2, strided((2, 256), (4, 2), (32, 8), base=128)),)),
+        codes=Field((_pairs(128),)),
         scale=Float(80, "f16"),
         minimum=Float(82, "f16"),
         sub_scales=Field((Plane(4, strided((16, 8), base=0)),)),
@@ -198,13 +208,7 @@ _ALL = (
         ggml_type=11,
         block=256,
         nbytes=110,
-        codes=Field(
-            (
-                Plane(2, strided((2, 256), (4, 2), (32, 8), base=256)),
-                Plane(1, strided((8, 1), (32, 8), base=0)),
-            ),
-            zero=4,
-        ),
+        codes=Field((_pairs(256), Plane(1, strided((8, 1), (32, 8), base=0))), zero=4),
         scale=Float(108, "f16"),
         sub_scales=Field(
             (Plane(4, strided((2, 4), (8, 8), base=768)), Plane(2, strided((4, 2), (4, 8), base=832))),
@@ -243,13 +247,7 @@ _ALL = (
         ggml_type=14,
         block=256,
         nbytes=210,
-        codes=Field(
-            (
-                Plane(4, strided((2, 512), (2, 4), (64, 8), base=0)),
-                Plane(2, strided((2, 256), (4, 2), (32, 8), base=1024)),
-            ),
-            zero=32,
-        ),
+        codes=Field((Plane(4, strided((2, 512), (2, 4), (64, 8), base=0)), _pairs(1024)), zero=32),
         scale=Float(208, "f16"),
         sub_scales=Field((Plane(8, strided((16, 8), base=1536)),), signed=True),
     ),
@@ -275,7 +273,7 @@ _ALL = (
         ggml_type=35,
         block=256,
         nbytes=66,
-        codes=Field((Plane(2, strided((2, 256), (4, 2), (32, 8), base=0)),), zero=1),
+        codes=Field((_pairs(0),), zero=1),
         scale=Float(64, "f16"),
     ),
     BlockFormat(
