@@ -1,8 +1,12 @@
-"""Errors that a user sees."""
+"""The one error that users are meant to read."""
 
 
 class ZllmcError(Exception):
-    """An error for the user: one paragraph that says what was wrong, where, and what to do."""
+    """Something outside zllmc's control is wrong: a file, a flag, a machine.
+
+    The message is one paragraph: what was wrong, where, and what to do. The command line prints it
+    without a traceback and leaves with `exit_code`.
+    """
 
     exit_code = 2
 
