@@ -1,0 +1,52 @@
+"""From TIR functions to one relocatable object, through TVM's LLVM backend.
+
+The object is all that a CPU artifact needs: the runtime links it in memory (ORC), so no linker and no TVM
+are needed where it runs.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tvm
+from tvm import tirx
+from tvm.target import Target
+
+
+def llvm_target(
+    triple: str, cpu: str = "", features: Sequence[str] = (), fast_math: Sequence[str] = ()
+) -> Target:
+    """An LLVM target, e.g. `llvm_target("x86_64-linux-gnu", "x86-64-v3", ["+avx512vnni"])`.
+
+    `features` use LLVM's names with their sign. `fast_math` holds LLVM's flags for all float arithmetic
+    (contract, reassoc, nsz, arcp, nnan, ninf): without reassoc a float reduction stays scalar and in order,
+    without contract only explicit fma fuses; nnan and ninf break code that masks with infinity.
+    """
+    options: dict[str, object] = {"kind": "llvm", "mtriple": triple, "opt-level": 3}
+    if cpu:
+        options["mcpu"] = cpu
+    if features:
+        options["mattr"] = list(features)
+    options |= {f"fast-math-{flag}": True for flag in fast_math}
+    return Target(options)
+
+
+def compile_object(functions: Mapping[str, tirx.PrimFunc], target: Target) -> bytes:
+    """Compiles TIR functions into one object; function `name` becomes symbol `__tvm_ffi_<name>`.
+
+    The symbols follow the TVM FFI C ABI (tvm/ffi/c_api.h, TVMFFISafeCallType). Raises ValueError when the code
+    would need the TVM runtime library: T.parallel does, and so does a local buffer that LLVM cannot keep on
+    the stack (scope "local", or a size known only at run time).
+    """
+    module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
+    compiled = tvm.compile(module, target=target).mod
+    with tempfile.TemporaryDirectory(prefix="zllmc-") as folder:
+        path = Path(folder, "kernels.o")
+        compiled.write_to_file(str(path), "o")
+        code = path.read_bytes()
+    if needed := sorted(set(re.findall(rb"TVMBackend\w+", code))):
+        raise ValueError(f"{', '.join(functions)}: needs {b', '.join(needed).decode()} of the TVM runtime")
+    return code
