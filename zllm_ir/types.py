@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import sympy
 
 from zllmc.zllm_ir.errors import IRError
 
-Dim = int | sympy.Expr
+Dim: TypeAlias = int | sympy.Expr
 
 T = sympy.Symbol("T", integer=True, positive=True)  # tokens in this pass
 S = sympy.Symbol("S", integer=True, nonnegative=True)  # tokens cached before this pass
