@@ -1,0 +1,157 @@
+"""A thin layer over TVM's TIR builder: what every kernel family needs to say, in one place.
+
+A kernel is a function of (thread, threads, pointers and integers …). Values are TIR expressions; `bind`
+gives one a name so that it is computed once. Vectors are TIR vector types with `lanes` elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+Expr = Any
+
+
+class Kernel:
+    """Builds one PrimFunc of (thread, threads, arguments …). An argument's type is `int` or the element type
+    that it points to:
+
+        with Kernel("scale", x="float32", n=int) as k:
+            x, n = k.arguments
+            …
+        k.function
+    """
+
+    function: Any
+
+    def __init__(self, name: str, **arguments: str | type[int]) -> None:
+        self.name = name
+        self._types = arguments
+        self._builder = IRBuilder()
+
+    def __enter__(self) -> Kernel:
+        self._builder.__enter__()
+        self._frame = T.prim_func(s_tir=True)
+        self._frame.__enter__()
+        T.func_name(self.name)
+        T.func_attr({"tirx.noalias": True, "global_symbol": self.name})
+        self.thread = T.arg("thread", T.int32())
+        self.threads = T.arg("threads", T.int32())
+        raw = [
+            T.arg(name, T.int32() if dtype is int else T.handle(dtype)) for name, dtype in self._types.items()
+        ]
+        self.arguments = tuple(
+            value if dtype is int else Memory.at(value, dtype)
+            for value, dtype in zip(raw, self._types.values(), strict=True)
+        )
+        return self
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        self._frame.__exit__(kind, *rest)
+        self._builder.__exit__(kind, *rest)
+        if kind is None:
+            self.function = self._builder.get()
+
+
+class Memory:
+    """A flat array in memory or registers: `m.load(i, lanes)`, `m.store(i, value)`; indices are elements."""
+
+    def __init__(self, buffer: Any, dtype: str) -> None:
+        self.buffer = buffer
+        self.dtype = dtype
+
+    @classmethod
+    def at(cls, pointer: Expr, dtype: Any) -> Memory:
+        return cls(T.decl_buffer((1,), dtype, data=pointer, align=1), dtype)
+
+    def load(self, index: Expr, lanes: int = 1) -> Expr:
+        return self.buffer[index if lanes == 1 else T.ramp(index, 1, lanes)]
+
+    def store(self, index: Expr, value: Expr) -> None:
+        lanes = lanes_of(value)
+        T.buffer_store(self.buffer, value, [index if lanes == 1 else T.ramp(index, 1, lanes)])
+
+    def view(self, dtype: str) -> Memory:
+        """The same memory as elements of another type."""
+        return Memory.at(self.buffer.data, dtype)
+
+
+class Register:
+    """A variable that holds one vector (or scalar): `r.set(r.get() + x)`. It becomes a machine register
+    when all its uses have constant indices, which these have."""
+
+    def __init__(self, dtype: str, lanes: int, initial: Expr | None = None) -> None:
+        self.lanes = lanes
+        self._memory = Memory(T.alloc_buffer((lanes,), dtype), dtype)
+        if initial is not None:
+            self.set(initial)
+
+    def get(self) -> Expr:
+        return self._memory.load(0, self.lanes)
+
+    def set(self, value: Expr) -> None:
+        self._memory.store(0, value)
+
+
+def local(dtype: str, elements: int) -> Memory:
+    """A scratch array on the stack (keep it to a few KiB)."""
+    return Memory(T.alloc_buffer((elements,), dtype), dtype)
+
+
+def lanes_of(value: Expr) -> int:
+    return int(value.ty.dtype.lanes) if hasattr(value, "ty") else 1
+
+
+def bind(value: Expr) -> Expr:
+    """`value` under a name: computed once, here."""
+    return T.bind(value)
+
+
+@contextmanager
+def serial(begin: Expr, end: Expr) -> Iterator[Expr]:
+    """for i in begin … end−1."""
+    with T.serial(begin, end) as i:
+        yield i
+
+
+@contextmanager
+def when(condition: Expr) -> Iterator[None]:
+    with T.If(condition), T.Then():
+        yield
+
+
+def choose(condition: Expr, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    with T.If(condition):
+        with T.Then():
+            then()
+        with T.Else():
+            otherwise()
+
+
+def broadcast(value: Expr, lanes: int) -> Expr:
+    return value if lanes == 1 else T.broadcast(value, lanes)
+
+
+def const(value: float, dtype: str, lanes: int = 1) -> Expr:
+    return broadcast(tirx.const(value, dtype), lanes)
+
+
+def cast(value: Expr, dtype: str) -> Expr:
+    """Convert each lane to `dtype` (an element type)."""
+    lanes = lanes_of(value)
+    return T.Cast(dtype if lanes == 1 else f"{dtype}x{lanes}", value)
+
+
+def bits(value: Expr, dtype: str) -> Expr:
+    """The same bits as another vector type, e.g. `int32x8` as `uint8x32`."""
+    return T.reinterpret(value, dtype=dtype)
+
+
+def llvm(name: str, dtype: str, *operands: Expr) -> Expr:
+    """A pure LLVM intrinsic."""
+    return T.call_llvm_pure_intrin(T.llvm_lookup_intrinsic_id(name), *operands, dtype=dtype)

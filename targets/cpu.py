@@ -1,0 +1,115 @@
+"""The CPU target: which instructions a kernel may use, and what LLVM is told."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from zllmc.zllm_ir.errors import ZllmcError
+
+
+@dataclass(frozen=True)
+class CpuTarget:
+    """One instruction-set level of one architecture.
+
+    `lanes`: f32 lanes of a vector register. `dot`: how int8 products are summed: `maddubs` (AVX2: u8·i8 pairs,
+    saturating in i16), `vnni` (AVX-512 VNNI or AVX-VNNI: u8·i8 quads into i32), `sdot` (Arm dotprod: i8·i8
+    quads into i32).
+    """
+
+    name: str
+    triple: str
+    cpu: str
+    features: tuple[str, ...]
+    lanes: int
+    registers: int
+    dot: str
+    requires: frozenset[str]  # /proc/cpuinfo flags that the machine must have
+
+    def __str__(self) -> str:
+        return f"cpu:{self.name}"
+
+    @property
+    def llvm(self) -> dict[str, object]:
+        """The target as TVM's LLVM back end takes it."""
+        return {
+            "kind": "llvm",
+            "mtriple": self.triple,
+            "mcpu": self.cpu,
+            "mattr": [f"+{f}" for f in self.features],
+        }
+
+
+_X86 = "x86_64-unknown-linux-gnu"
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+
+TARGETS = {
+    t.name: t
+    for t in (
+        # Best first: detection takes the first whose flags the machine has.
+        CpuTarget(
+            "avx512vnni",
+            _X86,
+            "x86-64-v4",
+            ("avx512vnni",),
+            16,
+            32,
+            "vnni",
+            _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_vnni"},
+        ),
+        CpuTarget("avx2", _X86, "x86-64-v3", (), 8, 16, "maddubs", _AVX2),
+        CpuTarget(
+            "dotprod",
+            "aarch64-unknown-linux-gnu",
+            "generic",
+            ("v8.2a", "dotprod", "fullfp16"),
+            4,
+            32,
+            "sdot",
+            frozenset({"asimddp", "fphp", "asimdhp"}),
+        ),
+    )
+}
+
+
+def host_flags() -> frozenset[str]:
+    """The CPU flags that the kernel reports for this machine; empty where it reports none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
+    return frozenset(match[1].split()) if match else frozenset()
+
+
+def host_architecture() -> str:
+    return {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+
+
+def detect() -> CpuTarget:
+    """The best target that this machine can run."""
+    flags = host_flags()
+    for target in TARGETS.values():
+        if target.triple.startswith(host_architecture()) and target.requires <= flags:
+            return target
+    raise ZllmcError(
+        f"no CPU target fits this machine ({host_architecture()}): {os.uname().sysname} reports none of "
+        + "; ".join(f"{t.name} (needs {', '.join(sorted(t.requires))})" for t in TARGETS.values())
+    )
+
+
+def parse(text: str) -> CpuTarget:
+    """`cpu` (this machine) or `cpu:NAME`."""
+    kind, _, name = text.partition(":")
+    if kind != "cpu":
+        raise ZllmcError(
+            f"unknown target {text!r}: known are cpu and " + ", ".join(f"cpu:{n}" for n in TARGETS)
+        )
+    if not name:
+        return detect()
+    if name not in TARGETS:
+        raise ZllmcError(f"unknown CPU target {name!r}: known are {', '.join(TARGETS)}")
+    return TARGETS[name]

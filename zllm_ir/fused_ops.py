@@ -1,0 +1,119 @@
+"""Ops that passes introduce: each is one kernel, and its reference is the composition that it stands for.
+
+`a8` is the type of a quantized activation row: int8 codes in groups of 32 with one f32 scale each. The
+references carry such a value as the float32 numbers it stands for, so every consumer's reference is the same
+with and without quantization.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zllmc.zllm_ir import ops
+from zllmc.zllm_ir.errors import IRError
+from zllmc.zllm_ir.op import register
+from zllmc.zllm_ir.types import KVType, TensorType
+
+Array = NDArray[Any]
+
+GROUP = 32  # elements that share one activation scale
+
+
+def _a8(x: TensorType, *_operands: Any, **_attrs: Any) -> TensorType:
+    if int(x.shape[-1]) % GROUP:
+        raise IRError(f"quantize: the last axis of {x} is no multiple of {GROUP}")
+    return TensorType("a8", x.shape)
+
+
+def _quantize(x: Array) -> Array:
+    groups = x.reshape(*x.shape[:-1], -1, GROUP)
+    peak = np.abs(groups).max(axis=-1, keepdims=True)
+    scale = (peak / np.float32(127)).astype(np.float32)
+    inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
+    return (np.rint(groups * inverse) * scale).reshape(x.shape).astype(np.float32)
+
+
+@register(infer=_a8)
+def quantize(x: Array) -> Array:
+    """f32 (T, D) → a8: per group of 32, scale = max|x| / 127 and codes = round-to-nearest-even(x / scale)."""
+    return _quantize(x)
+
+
+@register(infer=_a8)
+def rms_norm_quantize(x: Array, weight: Array | None = None, *, eps: float) -> Array:
+    """quantize(rms_norm(x, weight))."""
+    return _quantize(ops.rms_norm(x, weight, eps=eps))
+
+
+@register(infer=lambda gate, up, act: _a8(gate))
+def glu_quantize(gate: Array, up: Array, *, act: str) -> Array:
+    """quantize(glu(gate, up))."""
+    return _quantize(ops.glu(gate, up, act=act))
+
+
+@register(infer=lambda y, residual, weight, eps: residual)
+def norm_add(y: Array, residual: Array, weight: Array | None = None, *, eps: float) -> Array:
+    """residual + rms_norm(y, weight): the sandwich norm of Gemma 2, 3 and OLMo 2."""
+    return residual + ops.rms_norm(y, weight, eps=eps)
+
+
+def _infer_rope_append(
+    q: TensorType, k: TensorType, v: TensorType, state: KVType, *_operands: Any, heads: int, **_attrs: Any
+) -> tuple[TensorType, KVType]:
+    if k.shape[-1] != state.kv_heads * state.head_dim or q.shape[-1] != heads * state.head_dim:
+        raise IRError(f"rope_append: q is {q}, k is {k} and the state {state}")
+    return TensorType("f32", (q.shape[0], heads, state.head_dim)), state
+
+
+@register(infer=_infer_rope_append, writes="state")
+def rope_append(
+    q: Array,
+    k: Array,
+    v: Array,
+    state: Any,
+    cos: Array | None = None,
+    sin: Array | None = None,
+    q_norm: Array | None = None,
+    k_norm: Array | None = None,
+    *,
+    heads: int,
+    style: str = "norm",
+    eps: float = 0.0,
+) -> tuple[Array, Any]:
+    """Per-head norms and rotation of q and k, and k, v appended to the state.
+
+    q (T, H·E), k and v (T, K·E) → q (T, H, E), state. Absent `q_norm`/`k_norm` (E,): no norm. Absent `cos`
+    and `sin`: no rotation.
+    """
+    kv_heads = state.type.kv_heads
+    q, k, v = (
+        ops.split_heads(q, heads=heads),
+        ops.split_heads(k, heads=kv_heads),
+        ops.split_heads(v, heads=kv_heads),
+    )
+    if q_norm is not None:
+        q = ops.rms_norm(q, q_norm, eps=eps)
+    if k_norm is not None:
+        k = ops.rms_norm(k, k_norm, eps=eps)
+    if cos is not None and sin is not None:
+        q, k = ops.rope(q, cos, sin, style=style), ops.rope(k, cos, sin, style=style)
+    return q, state.append(k, v)
+
+
+def _infer_attention_rows(q: TensorType, state: KVType, **_attrs: Any) -> TensorType:
+    return TensorType("f32", (q.shape[0], q.shape[1] * q.shape[2]))
+
+
+@register(infer=_infer_attention_rows)
+def attention_rows(q: Array, state: Any, *, scale: float, window: int = 0, softcap: float = 0.0) -> Array:
+    """merge_heads(attention(q, state)): (T, H, E) → (T, H·E)."""
+    return ops.merge_heads(ops.attention(q, state, scale=scale, window=window, softcap=softcap))
+
+
+@register(infer=lambda q, state, **attrs: _a8(_infer_attention_rows(q, state)))
+def attention_quantize(q: Array, state: Any, *, scale: float, window: int = 0, softcap: float = 0.0) -> Array:
+    """quantize(attention_rows(q, state))."""
+    return _quantize(attention_rows(q, state, scale=scale, window=window, softcap=softcap))
