@@ -37,9 +37,8 @@ def llvm_target(
 def compile_object(functions: Mapping[str, tirx.PrimFunc], target: Target) -> bytes:
     """Compiles TIR functions into one object; function `name` becomes symbol `__tvm_ffi_<name>`.
 
-    The symbols follow the TVM FFI C ABI (tvm/ffi/c_api.h, TVMFFISafeCallType). Raises ValueError when the code
-    would need the TVM runtime library: T.parallel does, and so does a local buffer that LLVM cannot keep on
-    the stack (scope "local", or a size known only at run time).
+    The symbols follow the TVM FFI C ABI (tvm/ffi/c_api.h, TVMFFISafeCallType). Raises ValueError when the
+    code would call the TVM runtime library, as T.parallel does.
     """
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
     compiled = tvm.compile(module, target=target).mod

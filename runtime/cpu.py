@@ -1,0 +1,242 @@
+"""The CPU driver: loads kernel objects and replays a recorded pass on persistent threads.
+
+Threads are Python threads that live inside one native call, so no Python runs between the launches of a pass
+and the GIL is free meanwhile. `codegen/cpu_executor.py` is the native side and describes the structures shared.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm_ffi_orcjit
+from numpy.typing import NDArray
+
+from zllmc.runtime.memory import Memory, allocate
+from zllmc.runtime.processors import physical_cores, processors, quota
+from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.plan import EntryPoint, Pointer
+
+_LAYOUT = 1  # of the structures below, as `executor_layout` names it
+_POOL_BYTES = 384
+_POOL = np.dtype(
+    {
+        "names": ["threads", "idle_spins", "barrier_spins", "failed"],
+        "formats": [np.int32] * 4,
+        "offsets": [16, 20, 24, 256],
+        "itemsize": _POOL_BYTES,
+    }
+)
+_RECORDING = np.dtype(
+    [(name, np.int64) for name in ("launches", "table", "arguments", "row_bytes", "stamps")]
+)
+_LAUNCH = np.dtype(
+    [
+        ("function", np.int64),
+        ("first", np.int32),
+        ("count", np.int32),
+        ("barrier", np.int32),
+        ("unused", np.int32),
+    ]
+)
+_ARGUMENT = np.dtype([("type", np.int32), ("zero", np.int32), ("value", np.int64)])  # TVMFFIAny
+_INTEGER, _POINTER = 1, 4  # TVMFFITypeIndex: kTVMFFIInt, kTVMFFIOpaquePtr
+
+# One round is some 20 to 60 ns. A worker stays awake through the host's work between two tokens; a barrier is
+# worth waiting for longer, since sleeping there costs a wake-up in the middle of a pass.
+_IDLE_SPINS, _BARRIER_SPINS = 8_000, 20_000
+_CROWDED_SPINS = 50  # more threads than processors: the one waited for needs this processor
+
+
+class KernelError(Exception):
+    """A kernel refused its arguments or failed: an error of the compiler, not of the user."""
+
+
+class CpuDevice:
+    """Kernels and the threads that run them.
+
+    `objects` are relocatable objects (paths or bytes), the executor among them. `threads` counts the calling
+    thread; by default there is one for each physical core that this process may use. With `pin`, each worker
+    stays on one processor where there are enough of them; `pin_main` does the same to the calling thread
+    until `close`. Raises ZllmcError for objects that this machine cannot load.
+    """
+
+    def __init__(
+        self,
+        objects: Sequence[Path | bytes],
+        threads: int | None = None,
+        *,
+        pin: bool = True,
+        pin_main: bool = False,
+    ) -> None:
+        self.threads = physical_cores() if threads is None else threads
+        if self.threads < 1:
+            raise ValueError(f"threads is {self.threads}, must be at least 1")
+        try:
+            # `cxx` names no program: the loader would run the user's compiler to look for C++ libraries.
+            self._module = tvm_ffi_orcjit.default_session().load_module(
+                [item if isinstance(item, bytes) else str(item) for item in objects], cxx="no-compiler-needed"
+            )
+            layout = self._module.get_function("executor_layout")()
+        except (AttributeError, RuntimeError, ValueError) as error:
+            raise ZllmcError(f"the kernels cannot be loaded on this machine: {error}") from error
+        if layout != _LAYOUT:
+            raise ZllmcError(
+                f"the artifact's executor has layout {layout}, this version of zllmc runs {_LAYOUT}"
+            )
+        self._run = self._function("executor_run")
+        stop = self._function("executor_stop")
+
+        allowed = processors()
+        crowded = self.threads > min(len(allowed), quota() or len(allowed))
+        pool_memory = allocate(_POOL_BYTES)
+        self._pool: NDArray[Any] = pool_memory.view(_POOL, (1,))
+        self._pool["threads"] = self.threads
+        self._pool["idle_spins"] = _CROWDED_SPINS if crowded else _IDLE_SPINS
+        self._pool["barrier_spins"] = _CROWDED_SPINS if crowded else _BARRIER_SPINS
+        self._pool_address = pool_memory.address
+        self._lock = threading.Lock()  # one pass at a time
+
+        pins = allowed if pin and not crowded and hasattr(os, "sched_setaffinity") else None
+        before = os.sched_getaffinity(0) if pins and pin_main else None
+        workers: list[threading.Thread] = []
+        # Runs at close, when the device is collected or when the interpreter exits; must not refer to self.
+        self._stop = weakref.finalize(self, _stop, stop, pool_memory, workers, before)
+        worker = self._function("executor_worker")
+        for number in range(1, self.threads):
+            thread = threading.Thread(
+                target=_work,
+                args=(worker, pool_memory, number, pins[number] if pins else None),
+                name=f"zllmc-{number}",
+                daemon=True,  # else the interpreter would wait for it before it calls the finalizer
+            )
+            thread.start()
+            workers.append(thread)
+        if pins and before:
+            os.sched_setaffinity(0, {pins[0]})
+
+    def record(self, entry: EntryPoint, buffers: Sequence[Memory]) -> Recording:
+        """Resolves every launch of `entry` to addresses; `buffers` are the plan's, in the plan's order.
+
+        Raises ZllmcError for a kernel that was not loaded and ValueError for a pointer outside its buffer.
+        """
+        return Recording(self, entry, buffers)
+
+    def close(self) -> None:
+        """Ends the threads; no recording of this device can be replayed afterwards. May be called twice."""
+        with self._lock:
+            self._stop()
+
+    def _function(self, name: str) -> Any:
+        try:
+            function = self._module.get_function(name)
+        except AttributeError as error:
+            raise ZllmcError(f"kernel {name} is not among the artifact's objects") from error
+        function.release_gil = True
+        return function
+
+    def _replay(self, recording: Recording) -> None:
+        with self._lock:
+            if not self._stop.alive:
+                raise RuntimeError("the device is closed")
+            try:
+                failed = int(self._run(self._pool_address, recording.address))
+            except Exception as error:  # whatever the kernel raised, on any thread
+                failed = int(self._pool["failed"][0])
+                raise KernelError(f"{recording.describe(failed)}: {error}") from error
+        if failed >= 0:
+            raise KernelError(recording.describe(failed))
+
+
+class Recording:
+    """One pass, ready to replay. It owns a reference to every buffer that its launches point to."""
+
+    def __init__(self, device: CpuDevice, entry: EntryPoint, buffers: Sequence[Memory]) -> None:
+        self._device = device
+        self._entry = entry
+        self._buffers = list(buffers)
+        names = dict.fromkeys(launch.kernel for launch in entry.launches)
+        self._functions = {name: device._function(name) for name in names}
+        handles = {name: function.__chandle__() for name, function in self._functions.items()}
+
+        table: NDArray[Any] = np.zeros(len(entry.launches), _LAUNCH)
+        row: list[tuple[int, int, int]] = []
+        places: dict[int, list[tuple[int, int]]] = {}  # buffer: (index in the row, offset in the buffer)
+        starts = []
+        for number, launch in enumerate(entry.launches):
+            starts.append(len(row))
+            row += [(_INTEGER, 0, 0), (_INTEGER, 0, device.threads)]
+            for argument in launch.args:
+                if isinstance(argument, Pointer):
+                    places.setdefault(argument.buffer, []).append((len(row), argument.offset))
+                    row.append((_POINTER, 0, 0))
+                else:
+                    row.append((_INTEGER, 0, argument))
+            table[number] = (handles[launch.kernel], starts[-1], len(row) - starts[-1], launch.barrier, 0)
+        self._table = table
+        self._arguments: NDArray[Any] = np.tile(np.array(row, _ARGUMENT), (device.threads, 1))
+        self._arguments["value"][:, starts] = np.arange(device.threads)[:, None]
+        self._places = {buffer: np.array(found, np.int64).T for buffer, found in places.items()}
+        for buffer in self._places:
+            self.rebind(buffer, self._buffers[buffer])
+        self._header: NDArray[Any] = np.zeros(1, _RECORDING)
+        self._header[0] = (
+            len(table),
+            table.ctypes.data,
+            self._arguments.ctypes.data,
+            self._arguments.strides[0],
+            0,
+        )
+        self.address: int = self._header.ctypes.data
+
+    def rebind(self, buffer: int, memory: Memory) -> None:
+        """Points every argument in buffer number `buffer` to `memory`, from the next replay on.
+
+        Raises ValueError when an argument would lie outside `memory`.
+        """
+        if buffer in self._places:
+            indices, offsets = self._places[buffer]
+            if offsets.min() < 0 or offsets.max() >= memory.size:
+                raise ValueError(
+                    f"{self._entry.name}: a launch points {offsets.max()} bytes into buffer {buffer}, "
+                    f"which has {memory.size}"
+                )
+            self._arguments["value"][:, indices] = memory.address + offsets
+        self._buffers[buffer] = memory
+
+    def replay(self) -> None:
+        """Runs the pass on all threads, to its end. Raises KernelError when a launch fails."""
+        self._device._replay(self)
+
+    def describe(self, launch: int) -> str:
+        """Names launch number `launch` for a message."""
+        return f"{self._entry.name}, launch {launch}, kernel {self._entry.launches[launch].kernel}"
+
+    def profile(self) -> NDArray[np.int64]:
+        """Replays once: nanoseconds per launch as thread 0 sees them, with the barrier after it if any."""
+        stamps = np.zeros(len(self._table) + 1, np.int64)
+        self._header["stamps"] = stamps.ctypes.data
+        try:
+            self.replay()
+        finally:
+            self._header["stamps"] = 0
+        return np.diff(stamps)
+
+
+def _work(worker: Any, pool: Memory, number: int, processor: int | None) -> None:
+    if processor is not None:
+        os.sched_setaffinity(0, {processor})
+    worker(pool.address, number)
+
+
+def _stop(stop: Any, pool: Memory, workers: list[threading.Thread], affinity: set[int] | None) -> None:
+    stop(pool.address)
+    for thread in workers:
+        thread.join()
+    if affinity:
+        os.sched_setaffinity(0, affinity)
