@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,7 @@ class Model:
     graph: Graph
     weights: TensorBytes
     path: Path
+    container: Literal["gguf", "hf"]
     metadata: Mapping[str, Any]  # GGUF metadata, or config.json
 
     @property
@@ -111,10 +112,10 @@ def model_from_gguf(
     values = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
     values["tokens"] = metadata.get("tokenizer.ggml.tokens")
     fields = Fields(str(path), values, {}, prefix)
-    facts, graph = _build(architecture, known[architecture], fields, tensors, context, kv)
+    facts, graph, weights = _build(architecture, known[architecture], fields, tensors, context, kv)
     name = metadata.get("general.name")
     name = name if isinstance(name, str) else path.stem
-    return Model(name, architecture, facts, graph, TensorBytes(tensors), path, metadata)
+    return Model(name, architecture, facts, graph, weights, path, "gguf", metadata)
 
 
 def model_from_hf(
@@ -135,8 +136,8 @@ def model_from_hf(
         raise ModelError(f"{path}: the architecture {given!r:.60} isn't supported; these are: {supported}.")
     family = replace(known[architecture], rope_style="neox")
     fields, tensors = read_hf(str(path), config, tensors, family)
-    facts, graph = _build(architecture, family, fields, tensors, context, kv)
-    return Model(path.resolve().name, architecture, facts, graph, TensorBytes(tensors), path, config)
+    facts, graph, weights = _build(architecture, family, fields, tensors, context, kv)
+    return Model(path.resolve().name, architecture, facts, graph, weights, path, "hf", config)
 
 
 def _build(
@@ -146,10 +147,11 @@ def _build(
     tensors: Mapping[str, StoredTensor],
     context: int,
     kv: str,
-) -> tuple[Facts, Graph]:
+) -> tuple[Facts, Graph, TensorBytes]:
     if not 0 < context <= MAX_SIZE:
         raise ModelError(f"a context of {context} tokens: it must be in 1 … {MAX_SIZE}.")
     if kv not in KV_STORAGE:
         raise ModelError(f"a KV cache in {kv!r}: it must be one of {', '.join(KV_STORAGE)}.")
     facts = read_facts(name, family, fields, tensors, context)
-    return facts, build_dense(family, facts, tensors, kv, fields.origin)
+    graph = build_dense(family, facts, tensors, kv, fields.origin)
+    return facts, graph, TensorBytes({w.name: tensors[w.name] for w in graph.weights})

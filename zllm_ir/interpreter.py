@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import zllmc.zllm_ir.ops  # noqa: F401  (registers the ops)
+from zllmc.zllm_ir.errors import IRError
 from zllmc.zllm_ir.formats import FORMATS, decode, row_bytes
 from zllmc.zllm_ir.graph import Graph, Value
 from zllmc.zllm_ir.op import OPS
 from zllmc.zllm_ir.ops import round_to_storage
 from zllmc.zllm_ir.types import KVType, TensorType
+from zllmc.zllm_ir.verify import written_state
 
 Array = NDArray[Any]
 
@@ -51,16 +54,17 @@ class KVState:
 
 def bind_weight(value: Value, raw: NDArray[np.uint8]) -> PackedRows | NDArray[np.float32]:
     """A weight's operand for the references: matrices stay packed, vectors are decoded."""
-    type = value.type
-    if not isinstance(type, TensorType):
-        raise TypeError(f"{value.name} is no tensor")
-    shape = tuple(int(d) for d in type.shape)
-    fmt = FORMATS[type.dtype]
-    bytes_per_row = row_bytes(fmt, shape[-1])
-    rows = raw.reshape(-1, bytes_per_row)
-    if len(shape) == 2 and not (fmt.plain == "f32" and shape[0] <= 64):
-        return PackedRows(type.dtype, (shape[0], shape[1]), rows)
-    return decode(fmt, rows).reshape(shape)
+    if not isinstance(value.type, TensorType):
+        raise IRError(f"weight {value.name} is {value.type}, no tensor")
+    shape = tuple(int(d) for d in value.type.shape)
+    fmt = FORMATS[value.type.dtype]
+    rows, row = prod(shape[:-1]), row_bytes(fmt, shape[-1])
+    if raw.size != rows * row:
+        raise IRError(f"weight {value.name}: {value.type} is {rows * row} bytes, not {raw.size}")
+    packed = raw.reshape(rows, row)
+    if len(shape) == 2:
+        return PackedRows(fmt.name, (shape[0], shape[1]), packed)
+    return decode(fmt, packed).reshape(shape)
 
 
 @dataclass
@@ -72,9 +76,14 @@ class Interpreter:
 
     graph: Graph
     weights: Mapping[str, NDArray[np.uint8]]
-    states: dict[str, KVState] = field(default_factory=dict)
+    states: dict[str, KVState] = field(init=False)
+    bound: dict[Value, Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        missing = [w.name for w in self.graph.weights if w.name not in self.weights]
+        if missing:
+            raise IRError(f"no bytes given for the weights {', '.join(missing[:8])}")
+        self.bound = {w: bind_weight(w, self.weights[w.name]) for w in self.graph.weights}
         self.reset()
 
     def reset(self) -> None:
@@ -87,27 +96,29 @@ class Interpreter:
         return max((len(s.keys) for s in self.states.values()), default=0)
 
     def run(self, tokens: Any, *, all_rows: bool = True) -> list[Any]:
-        """One pass over i32 `tokens` (T,): the graph's outputs, states advanced."""
+        """One pass over i32 `tokens` (T,): the graph's outputs, states advanced.
+
+        The logits are of every token, or of the last one only.
+        """
         tokens = np.asarray(tokens, np.int32)
-        env: dict[Value, Any] = {
-            v: bind_weight(v, self.weights[v.name]) for v in self.graph.weights if v.name in self.weights
-        }
+        if tokens.ndim != 1 or not tokens.size:
+            raise IRError(f"a pass takes one row of at least one token, not an array of shape {tokens.shape}")
         feeds = {
             "tokens": tokens,
             "positions": np.arange(self.position, self.position + len(tokens), dtype=np.int32),
             "first_row": np.int32(0 if all_rows else len(tokens) - 1),
         }
+        env: dict[Value, Any] = dict(self.bound)
         env |= {v: feeds[v.name] for v in self.graph.inputs}
         env |= {v: self.states[v.name] for v in self.graph.states}
-        written: dict[Value, str] = {v: v.name for v in self.graph.states}
+        written = {v: v.name for v in self.graph.states}  # which state each state value is a version of
         for node in self.graph.nodes:
             op = OPS[node.op]
             operands = [None if v is None else env[v] for v in node.inputs]
             result = op.reference(*operands, **node.attributes)
             env |= zip(node.outputs, result if len(node.outputs) > 1 else (result,), strict=True)
-            if op.writes:
-                before = node.inputs[op.operands.index(op.writes)]
-                if before is not None:
-                    written[node.output] = written[before]
-                    self.states[written[before]] = result
+            if before := written_state(node):
+                after = next(v for v in node.outputs if isinstance(v.type, KVType))
+                written[after] = written[before]
+        self.states |= {name: env[v] for v, name in written.items()}
         return [env[v] for v in self.graph.outputs]

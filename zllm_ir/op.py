@@ -66,7 +66,16 @@ class Op:
         return full
 
     def infer_types(self, operands: Iterable[Type | None], attrs: Mapping[str, Any]) -> tuple[Type, ...]:
-        types = self.infer(*operands, **attrs)
+        """The outputs' types; an IRError if the operands or attributes don't fit the op or each other."""
+        given = tuple(operands)
+        try:
+            types = self.infer(*given, **attrs)
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+            # A rule reads ranks and kinds without asking: what isn't there doesn't fit.
+            raise IRError(
+                f"{self.name} doesn't fit its operands ({', '.join(map(str, given))}) and attributes "
+                f"{dict(attrs)}: {error}"
+            ) from error
         return types if isinstance(types, tuple) else (types,)
 
 

@@ -9,6 +9,7 @@ Shapes: T tokens in this pass, D model width, H query heads, K kv heads, E head 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,11 @@ def _f32(*shape: Dim) -> TensorType:
 
 def _same(x: TensorType, *_operands: Any, **_attrs: Any) -> TensorType:
     return x
+
+
+def _infer_embedding(tokens: TensorType, table: TensorType, **_attrs: Any) -> TensorType:
+    (count,), (_, width) = tokens.shape, table.shape
+    return _f32(count, width)
 
 
 def _infer_linear(x: TensorType, weight: TensorType, bias: TensorType | None) -> TensorType:
@@ -51,10 +57,12 @@ def _infer_norm(x: TensorType, weight: TensorType | None, *_bias: Any, **_attrs:
     return x
 
 
-@register(infer=lambda tokens, table, scale: _f32(tokens.shape[0], table.shape[1]))
+@register(infer=_infer_embedding)
 def embedding(tokens: Array, table: Any, *, scale: float = 1.0) -> Array:
     """Rows of a packed table (vocab, D) for i32 token ids (T,) → f32 (T, D), times `scale`."""
     unique, inverse = np.unique(tokens, return_inverse=True)
+    if unique.size and not 0 <= unique[0] <= unique[-1] < table.shape[0]:
+        raise IRError(f"embedding: tokens {unique[0]} … {unique[-1]} of a table with {table.shape[0]} rows")
     rows = np.concatenate([table[int(t) : int(t) + 1] for t in unique])
     return rows[inverse.reshape(-1)] * np.float32(scale)
 
@@ -75,7 +83,7 @@ def rms_norm(x: Array, weight: Array | None = None, *, eps: float) -> Array:
     x (…, D). `weight` has the shape of x's last axis, or of its last two for a norm with a gain per head.
     """
     y = x / np.sqrt(np.mean(np.square(x, dtype=np.float64), axis=-1, keepdims=True) + eps)
-    return (y if weight is None else y * weight).astype(np.float32)
+    return (y if weight is None else y * weight[:]).astype(np.float32)
 
 
 @register(infer=_infer_norm)
@@ -105,16 +113,15 @@ def softcap(x: Array, *, cap: float) -> Array:
 
 
 def activate(x: Array, act: str) -> Array:
-    """The activation named `act`: silu, gelu (tanh form), gelu_erf, relu, relu2 (squared)."""
+    """The activation named `act`, in float64: silu, gelu (tanh form), gelu_erf, relu, relu2 (squared)."""
+    x = x.astype(np.float64)
     match act:
         case "silu":
-            return x / (1 + np.exp(-np.clip(x, -80, None)))
+            return x / (1 + np.exp(-np.clip(x, -700, None)))
         case "gelu":
             return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
         case "gelu_erf":
-            from math import erf
-
-            return 0.5 * x * (1 + np.vectorize(erf, otypes=[np.float64])(x / np.sqrt(2)))
+            return 0.5 * x * (1 + np.vectorize(math.erf, otypes=[np.float64])(x / np.sqrt(2)))
         case "relu":
             return np.maximum(x, 0)
         case "relu2":
@@ -134,15 +141,25 @@ def glu(gate: Array, up: Array, *, act: str) -> Array:
     return (activate(gate, act) * up).astype(np.float32)
 
 
-@register(infer=lambda x, sizes: tuple(_f32(*x.shape[:-1], size) for size in sizes))
+def _infer_split(x: TensorType, sizes: tuple[int, ...]) -> tuple[TensorType, ...]:
+    if sum(sizes) != x.shape[-1]:
+        raise IRError(f"split: sizes {sizes} of {x}")
+    return tuple(_f32(*x.shape[:-1], size) for size in sizes)
+
+
+@register(infer=_infer_split)
 def split(x: Array, *, sizes: tuple[int, ...]) -> tuple[Array, ...]:
     """Parts of the last axis, `sizes` wide: a fused q/k/v or gate/up projection taken apart."""
-    if sum(sizes) != x.shape[-1]:
-        raise IRError(f"split: sizes {sizes} of an axis of {x.shape[-1]}")
     return tuple(np.split(x, np.cumsum(sizes)[:-1], axis=-1))
 
 
-@register(infer=lambda x, heads: _f32(*x.shape[:-1], heads, x.shape[-1] // heads))
+def _infer_split_heads(x: TensorType, heads: int) -> TensorType:
+    if x.shape[-1] % heads:
+        raise IRError(f"split_heads: {heads} heads of {x}")
+    return _f32(*x.shape[:-1], heads, x.shape[-1] // heads)
+
+
+@register(infer=_infer_split_heads)
 def split_heads(x: Array, *, heads: int) -> Array:
     """(T, heads · E) → (T, heads, E)."""
     return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
@@ -154,12 +171,16 @@ def merge_heads(x: Array) -> Array:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
-@register(
-    infer=lambda positions, factors, dims, **_: (
-        _f32(positions.shape[0], dims // 2),
-        _f32(positions.shape[0], dims // 2),
-    )
-)
+def _infer_rope_table(
+    positions: TensorType, factors: TensorType | None, dims: int, **_attrs: Any
+) -> tuple[TensorType, TensorType]:
+    if dims % 2 or (factors is not None and factors.shape != (dims // 2,)):
+        raise IRError(f"rope_table: {dims} dimensions and factors {factors}")
+    table = _f32(*positions.shape, dims // 2)
+    return table, table
+
+
+@register(infer=_infer_rope_table)
 def rope_table(
     positions: Array,
     factors: Array | None = None,
@@ -193,7 +214,16 @@ def rope_table(
     return (np.cos(angles) * magnitude).astype(np.float32), (np.sin(angles) * magnitude).astype(np.float32)
 
 
-@register(infer=lambda x, cos, sin, style: x)
+def _infer_rope(x: TensorType, cos: TensorType, sin: TensorType, style: str) -> TensorType:
+    tokens, _heads, head_dim = x.shape
+    if cos != sin or cos.shape[0] != tokens or 2 * cos.shape[1] > head_dim:
+        raise IRError(f"rope: x is {x}, cos {cos} and sin {sin}")
+    if style not in ("norm", "neox"):
+        raise IRError(f"rope: unknown style {style!r}: one of norm, neox")
+    return x
+
+
+@register(infer=_infer_rope)
 def rope(x: Array, cos: Array, sin: Array, *, style: str) -> Array:
     """Rotate the first 2·cos.shape[1] elements of each head (Su et al. 2021). x (T, heads, E).
 
@@ -229,7 +259,13 @@ def round_to_storage(x: Array, storage: str) -> Array:
     raise IRError(f"unknown KV storage {storage!r}: one of f32, f16, q8")
 
 
-@register(infer=lambda state, k, v: state, writes="state")
+def _infer_kv_append(state: KVType, k: TensorType, v: TensorType) -> KVType:
+    if k != v or k.shape[1:] != (state.kv_heads, state.head_dim):
+        raise IRError(f"kv_append: the state is {state}, k {k} and v {v}")
+    return state
+
+
+@register(infer=_infer_kv_append, writes="state")
 def kv_append(state: Any, k: Array, v: Array) -> Any:
     """The state with this pass's keys and values (T, K, E) after its cached ones."""
     return state.append(k, v)

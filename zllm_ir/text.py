@@ -69,7 +69,7 @@ def parse(text: str) -> Graph:
                 raise IRError("neither a declaration, a node nor a return")
         except KeyError as error:
             raise IRError(f"line {number}: {error.args[0]} is used before it is defined: {line}") from None
-        except (IRError, ValueError, SyntaxError) as error:
+        except (IRError, ValueError, SyntaxError, TypeError, AttributeError) as error:
             raise IRError(f"line {number}: {error}: {line}") from None
     return Graph(
         name,

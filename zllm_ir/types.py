@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -76,16 +77,29 @@ def parse_type(text: str) -> Type:
     dims = tuple(_parse_dim(d) for d in match["dims"].split(",") if d.strip())
     head = match["head"]
     if head.startswith("kv."):
-        kv_heads, head_dim = dims
-        return KVType(int(kv_heads), int(head_dim), head.removeprefix("kv."))
+        if len(dims) != 2 or not all(isinstance(d, int) for d in dims):
+            raise IRError(f"not a state: {text!r:.80}")
+        return KVType(int(dims[0]), int(dims[1]), head.removeprefix("kv."))
     return TensorType(head, dims)
 
 
 def _parse_dim(text: str) -> Dim:
-    text = text.strip()
-    if text.isdecimal():
-        return int(text)
-    if not re.fullmatch(r"[\w+*/() -]+", text):
-        raise IRError(f"not a dimension: {text!r}")
-    parsed: sympy.Expr = sympy.parse_expr(text, local_dict=dict(SYMBOLS))
-    return int(parsed) if parsed.is_Integer else parsed
+    """An integer, or sums, differences and products of integers and symbols: `T`, `S + T`, `2*T`."""
+    try:
+        return _evaluate(ast.parse(text.strip(), mode="eval").body, text)
+    except (SyntaxError, ValueError, RecursionError):
+        raise IRError(f"not a dimension: {text!r:.80}") from None
+
+
+def _evaluate(node: ast.expr, text: str) -> Dim:
+    match node:
+        case ast.Constant(value=int(number)) if type(number) is int:
+            return number
+        case ast.Name(id=name) if name in SYMBOLS:
+            return SYMBOLS[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluate(operand, text)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as op, right=right):
+            a, b = _evaluate(left, text), _evaluate(right, text)
+            return a + b if isinstance(op, ast.Add) else a - b if isinstance(op, ast.Sub) else a * b
+    raise IRError(f"not a dimension: {text!r:.80}")

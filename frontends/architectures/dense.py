@@ -25,6 +25,7 @@ from zllmc.zllm_ir.graph import Builder, Graph, Value
 from zllmc.zllm_ir.types import KVType, T, TensorType
 
 MAX_LAYERS = 1000
+MAX_HEAD_DIM = 4096
 
 
 class Tensor(Protocol):
@@ -107,9 +108,7 @@ def read_facts(
     kv_heads = f.integer("attention.head_count_kv", default=heads)
     if heads % kv_heads:
         f.fail("attention.head_count", f"is {heads}, not a multiple of the {kv_heads} kv heads")
-    head_dim = f.integer("attention.key_length", default=max(1, width // heads))
-    if "attention.key_length" not in f.values and width % heads:
-        f.fail("attention.head_count", f"is {heads}, which doesn't divide the width {width}")
+    head_dim = read_head_dim(f)
     if f.integer("attention.value_length", default=head_dim) != head_dim:
         f.fail("attention.value_length", f"differs from the key length {head_dim}, which isn't supported")
     embedding = tensors.get("token_embd.weight")
@@ -140,6 +139,17 @@ def read_facts(
         windows=(0,) * layers,
     )
     return family.adjust(f, facts)
+
+
+def read_head_dim(f: Fields) -> int:
+    """Width of a head: what the file says, or the model width divided among the heads."""
+    width, heads = f.integer("embedding_length"), f.integer("attention.head_count")
+    head_dim = f.integer("attention.key_length", default=max(1, width // heads))
+    if not f.values.get("attention.key_length") and width % heads:
+        f.fail("attention.head_count", f"is {heads}, which doesn't divide the width {width}")
+    if head_dim > MAX_HEAD_DIM:
+        f.fail("attention.key_length", f"gives heads of {head_dim}; {MAX_HEAD_DIM} is the most")
+    return head_dim
 
 
 def local_layers(

@@ -7,7 +7,6 @@ Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -54,23 +53,23 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite positive number."""
+        """A positive number in 1e-30 … 1e30."""
         value = self.values.get(name)
         if value is None or (value == 0 and default is not None):
             return self._default(name, default)
         if type(value) not in (int, float):
             self.fail(name, f"is {value!r:.40}, not a number")
-        if not (value > 0 and math.isfinite(value)):
-            self.fail(name, f"is {value}, not a finite positive number")
+        if not 1e-30 < value < 1e30:
+            self.fail(name, f"is {value!r:.40}, not a positive number of any sense")
         return float(value)
 
     def numbers(self, name: str, count: int) -> list[float]:
-        """A list of exactly `count` finite positive numbers."""
+        """A list of exactly `count` such numbers."""
         value = self.values.get(name)
         if not isinstance(value, list) or len(value) != count:
             self.fail(name, f"isn't a list of {count} numbers")
-        if any(type(v) not in (int, float) or not (v > 0 and math.isfinite(v)) for v in value):
-            self.fail(name, "holds something other than finite positive numbers")
+        if any(type(v) not in (int, float) or not 1e-30 < v < 1e30 for v in value):
+            self.fail(name, "holds something other than positive numbers of any sense")
         return [float(v) for v in value]
 
     def text(self, name: str, default: str) -> str:

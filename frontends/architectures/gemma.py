@@ -37,8 +37,8 @@ def gemma2(f: Fields, facts: Facts) -> Facts:
     return replace(
         gemma(f, facts),
         attention_scale=_attention_scale(f, facts, layers_27b=46),
-        attention_softcap=f.number("attn_logit_softcapping", default=50.0),
-        logit_softcap=f.number("final_logit_softcapping", default=30.0),
+        attention_softcap=_softcap(f, "attn_logit_softcapping", default=50.0),
+        logit_softcap=_softcap(f, "final_logit_softcapping", default=30.0),
         windows=windows,
         ropes=tuple(local_rope if is_local else rope for is_local in local),
     )
@@ -52,7 +52,7 @@ def gemma3(f: Fields, facts: Facts) -> Facts:
     return replace(
         gemma(f, facts),
         attention_scale=_attention_scale(f, facts, layers_27b=62),
-        logit_softcap=f.number("final_logit_softcapping", default=0.0),
+        logit_softcap=_softcap(f, "final_logit_softcapping", default=0.0),
         windows=windows,
         ropes=tuple(local_rope if is_local else rope for is_local in local),
     )
@@ -62,6 +62,11 @@ def _attention_scale(f: Fields, facts: Facts, layers_27b: int) -> float:
     """The 27B models scale by the width per head, which isn't their head width; GGUF files may not say so."""
     width_per_head = facts.width // facts.heads if facts.layers == layers_27b else facts.head_dim
     return f.number("attention.scale", default=width_per_head**-0.5)
+
+
+def _softcap(f: Fields, name: str, default: float) -> float:
+    """A cap of 0 in the file switches it off; the default is for files without the key."""
+    return 0.0 if f.values.get(name) == 0 else f.number(name, default)
 
 
 POST_NORMS = {

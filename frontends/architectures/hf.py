@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zllmc.frontends.architectures.dense import Architecture
+from zllmc.frontends.architectures.dense import Architecture, read_head_dim
 from zllmc.frontends.architectures.fields import Fields, ModelError
 from zllmc.frontends.architectures.rope import llama3_factors, yarn_magnitude
 from zllmc.zllm_ir.formats import FORMATS, decode
@@ -140,6 +140,9 @@ def _read_fields(origin: str, config: Mapping[str, Any], family: Architecture) -
             if config[key] not in ACTIVATIONS[family.activation]:
                 reader.fail(key, f"is {config[key]!r:.40}, which isn't supported for this architecture")
             break
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if key in config and config[key] is None:
+            values[key] = 0.0
     layer_types = config.get("layer_types")
     if isinstance(layer_types, list):
         unknown = [t for t in layer_types if t not in ("full_attention", "sliding_attention")]
@@ -158,12 +161,10 @@ def _read_fields(origin: str, config: Mapping[str, Any], family: Architecture) -
         base = reader.integer("hidden_size") / reader.integer("dim_model_base")
         derive("logit_scale", base, "dim_model_base")
     if config.get("partial_rotary_factor") is not None:
-        head_dim = config.get("head_dim") or reader.integer("hidden_size") // reader.integer(
-            "num_attention_heads"
-        )
-        if type(head_dim) is int:
-            dims = int(head_dim * reader.number("partial_rotary_factor"))
-            derive("rope.dimension_count", dims, "partial_rotary_factor")
+        dims = int(read_head_dim(Fields(origin, values, keys)) * reader.number("partial_rotary_factor"))
+        if dims < 2:
+            reader.fail("partial_rotary_factor", "leaves no dimension to rotate")
+        derive("rope.dimension_count", dims, "partial_rotary_factor")
     _read_rope(reader, config, values, keys)
     return Fields(origin, values, keys)
 
@@ -194,19 +195,13 @@ def _read_rope(
     values["rope.scaling.type"] = {"default": "none", "su": "longrope", "llama3": "none"}.get(str(kind), kind)
     values["llama3"] = kind == "llama3"
     if kind in ("su", "longrope"):
-        original = config.get(
-            "original_max_position_embeddings", given.get("original_max_position_embeddings")
-        )
+        key = "original_max_position_embeddings"
+        original = Fields(reader.origin, {key: config.get(key, given.get(key))}, {}).integer(key)
         values["rope.scaling.original_context_length"] = original
-        keys["rope.scaling.original_context_length"] = "original_max_position_embeddings"
-        growth = scaling.number("factor", default=0.0) or (
-            reader.integer("max_position_embeddings")
-            / Fields(reader.origin, {"original_max_position_embeddings": original}, {}).integer(
-                "original_max_position_embeddings"
-            )
-        )
-        values.pop("rope.scaling.factor", None)  # longrope's own factors scale the frequencies
-        if "rope.scaling.attn_factor" not in values and growth > 1:
+        keys["rope.scaling.original_context_length"] = key
+        growth = scaling.number("factor", default=reader.integer("max_position_embeddings") / original)
+        values.pop("rope.scaling.factor", None)  # longrope's lists scale the frequencies
+        if "rope.scaling.attn_factor" not in values and growth > 1 and original > 1:
             values["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(growth) / math.log(original))
     if kind == "yarn":
         factor = scaling.number("factor")
@@ -241,9 +236,7 @@ def _rename(origin: str, stored: Mapping[str, Any], family: Architecture) -> dic
 
 def _derive_rope_factors(fields: Fields, tensors: dict[str, Any]) -> tuple[Fields, dict[str, Any]]:
     """Frequency divisors as the weights that GGUF has for them."""
-    width, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
-    head_dim = fields.integer("attention.key_length", default=max(1, width // heads))
-    dims = fields.integer("rope.dimension_count", default=head_dim)
+    dims = fields.integer("rope.dimension_count", default=read_head_dim(fields))
     if fields.values["llama3"]:
         tensors["rope_freqs.weight"] = DerivedTensor(llama3_factors(fields, dims))
         fields = replace(

@@ -55,10 +55,15 @@ def read_rope(f: Fields, tensors: Mapping[str, Any], head_dim: int, style: str, 
     if kind not in SCALING_TYPES:
         f.fail("rope.scaling.type", f"is {kind!r}, not one of {', '.join(SCALING_TYPES)}")
     factor = f.number("rope.scaling.factor", f.number("rope.scale_linear", default=1.0))
+    if kind == "yarn" and factor < 1:
+        f.fail("rope.scaling.factor", f"is {factor}: YaRN can't shrink the context")
+    base = f.number("rope.freq_base", default=10000.0)
+    if base <= 1:
+        f.fail("rope.freq_base", f"is {base}, not above 1")
     magnitude = f.number("rope.scaling.attn_factor", default=1.0)
     rope = Rope(
         dims,
-        f.number("rope.freq_base", default=10000.0),
+        base,
         style,
         freq_scale=1.0 if kind == "none" else 1 / factor,
         attn_factor=magnitude * f.number("rope.scaling.yarn_attn_factor", default=1.0),
