@@ -1,7 +1,7 @@
 """The CPU driver: loads kernel objects and replays a recorded pass on persistent threads.
 
 Threads are Python threads that live inside one native call, so no Python runs between the launches of a pass
-and the GIL is free meanwhile. `codegen/cpu_executor.py` is the native side and describes the structures shared.
+and the GIL is free meanwhile. `codegen/cpu_executor.py` is the native side and describes what they share.
 """
 
 from __future__ import annotations
