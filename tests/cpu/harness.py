@@ -1,0 +1,83 @@
+"""Runs one kernel on numpy arrays as the runtime would: thread by thread, with guards around every array."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm.target import Target
+
+from zllmc.targets.cpu import TARGETS, CpuTarget, host_architecture, host_flags
+from zllmc.zllm_ir.kernel_graph import KernelCall
+from zllmc.zllm_ir.plan import CONTROL_CACHED, CONTROL_FIRST_ROW, CONTROL_TOKENS, CONTROL_WORDS
+
+Family = Callable[[KernelCall, CpuTarget, str], Any]
+
+GUARD = 0xA5
+MARGIN = 256  # guard bytes before and after an array
+
+RUNNABLE = [
+    t for t in TARGETS.values() if t.triple.startswith(host_architecture()) and t.requires <= host_flags()
+]
+
+
+@functools.cache
+def compiled(family: Family, call: KernelCall, target: CpuTarget) -> Any:
+    module = tvm.IRModule({"kernel": family(call, target, "kernel")})
+    return tvm.compile(module, target=Target(target.llvm)).mod
+
+
+def assembly(family: Family, call: KernelCall, target: CpuTarget) -> str:
+    return str(compiled(family, call, target).inspect_source("asm"))
+
+
+def control(tokens: int, cached: int = 0, first_row: int = 0) -> np.ndarray:
+    words = np.zeros(CONTROL_WORDS, np.int32)
+    words[[CONTROL_TOKENS, CONTROL_CACHED, CONTROL_FIRST_ROW]] = tokens, cached, first_row
+    return words
+
+
+class Guarded:
+    """A copy of an array (strides kept, a row's gap to the next included) within guard bytes."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        last = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)) if array.size else 0
+        self.memory = np.full(2 * MARGIN + last + array.itemsize + 64, GUARD, np.uint8)
+        self.start = MARGIN + (-self.memory.ctypes.data - MARGIN) % 64
+        self.copy = np.ndarray(array.shape, array.dtype, self.memory, self.start, array.strides)
+        self.copy[...] = array
+
+    @property
+    def pointer(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.memory.ctypes.data + self.start)
+
+    def finish(self) -> None:
+        """Copies the array back; an AssertionError if a byte outside it was written."""
+        self.array[...] = self.copy
+        self.copy.view(np.dtype((np.void, self.copy.itemsize)))[...] = np.void(
+            bytes([GUARD] * self.copy.itemsize)
+        )
+        assert (self.memory == GUARD).all(), "wrote outside an array"
+
+
+def run(
+    family: Family,
+    call: KernelCall,
+    control: np.ndarray,
+    *arrays: np.ndarray,
+    threads: int = 1,
+    target: CpuTarget = RUNNABLE[-1],
+) -> None:
+    """Runs the kernel for thread 0 … threads − 1 in turn. `arrays`: the present operands, then the results;
+    written ones change in place."""
+    kernel = compiled(family, call, target)["kernel"]
+    guarded = [Guarded(array) for array in arrays]
+    for thread in range(threads):
+        kernel(thread, threads, ctypes.c_void_p(control.ctypes.data), *(g.pointer for g in guarded))
+    for g in guarded:
+        g.finish()
