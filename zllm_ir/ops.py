@@ -36,13 +36,18 @@ def _infer_embedding(tokens: TensorType, table: TensorType, **_attrs: Any) -> Te
     return _f32(count, width)
 
 
-def _infer_linear(x: TensorType, weight: TensorType, bias: TensorType | None) -> TensorType:
+def _infer_linear(
+    x: TensorType, weight: TensorType, bias: TensorType | None, residual: TensorType | None, alpha: float
+) -> TensorType:
     rows, columns = weight.shape
     if x.shape[-1] != columns:
         raise IRError(f"linear: x is {x} and the weight {weight}: the last axes differ")
     if bias is not None and bias.shape != (rows,):
         raise IRError(f"linear: the weight is {weight} and the bias {bias}")
-    return _f32(*x.shape[:-1], rows)
+    y = _f32(*x.shape[:-1], rows)
+    if residual not in (None, y):
+        raise IRError(f"linear: the result is {y} and the residual {residual}")
+    return y
 
 
 def _infer_binary(a: TensorType, b: TensorType, **_attrs: Any) -> TensorType:
@@ -68,12 +73,19 @@ def embedding(tokens: Array, table: Any, *, scale: float = 1.0) -> Array:
 
 
 @register(infer=_infer_linear)
-def linear(x: Array, weight: Any, bias: Array | None = None) -> Array:
-    """y = x · weightᵀ + bias. x (T, D), weight packed (N, D), bias (N,) → f32 (T, N)."""
+def linear(
+    x: Array, weight: Any, bias: Array | None = None, residual: Array | None = None, *, alpha: float = 1.0
+) -> Array:
+    """y = alpha · (x · weightᵀ) + bias + residual.
+
+    x (T, D), weight packed (N, D), bias (N,), residual (T, N) → f32 (T, N). `x` may be quantized (`a8`).
+    Passes fold the residual stream and constant scales into `residual` and `alpha`.
+    """
     step = max(1, (1 << 22) // weight.shape[1])
     blocks = [x @ weight[a : a + step].T for a in range(0, weight.shape[0], step)]
-    y = np.concatenate(blocks, axis=-1)
-    return y if bias is None else y + bias
+    y = np.concatenate(blocks, axis=-1) * np.float32(alpha)
+    y = y if bias is None else y + bias
+    return y if residual is None else y + residual
 
 
 @register(infer=_infer_norm)
