@@ -218,9 +218,10 @@ def test_select_rows_keeps_the_last() -> None:
 # --- rope ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "style, pair", [("norm", lambda i: (2 * i, 2 * i + 1)), ("neox", lambda i: (i, i + 3))]
-)
+PAIRS = {"norm": lambda i: (2 * i, 2 * i + 1), "neox": lambda i: (i, i + 3)}
+
+
+@pytest.mark.parametrize("style", PAIRS)
 def test_rope_rotates_pairs_of_the_first_dims(style: str) -> None:
     x, positions = f32(2, 3, 8), np.array([5, 1000], np.int32)
     y = ops.rope(x, *ops.rope_table(positions, None, dims=6, base=500.0), style=style)
