@@ -80,6 +80,10 @@ class Memory:
         """The same memory as elements of another type."""
         return Memory.at(self.buffer.data, dtype)
 
+    def from_(self, index: Expr) -> Memory:
+        """The memory from element `index` (int64) on: keeps 32-bit indices within large arrays."""
+        return Memory.at(T.bind(T.address_of(self.buffer[index])), self.dtype)
+
 
 class Register:
     """A variable that holds one vector (or scalar): `r.set(r.get() + x)`. It becomes a machine register

@@ -1,0 +1,204 @@
+"""Integer dot products on each CPU's own instructions, for rows interleaved by `codegen.packing`.
+
+A vector holds `lanes` rows × 4 columns of int8. What differs between machines is how four products become one
+i32 lane: AVX2 has pairs of u8·i8 that saturate in i16, VNNI quads of u8·i8, Arm quads of i8·i8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tvm.script.ir_builder import tirx as T
+
+from zllmc.codegen.packing import STEPS, PackedLayout
+from zllmc.codegen.tir import Expr, Memory, bind, bits, broadcast, cast, const, llvm
+from zllmc.targets.cpu import CpuTarget
+from zllmc.zllm_ir.errors import ZllmcError
+
+_LARGEST_ACTIVATION = 127
+
+
+class Dot:
+    """The instructions of `target`, and how codes must be represented for them."""
+
+    def __init__(self, target: CpuTarget) -> None:
+        self.kind = target.dot
+        self.lanes = target.lanes
+        self._wide = target.lanes == 16  # AVX-512 names its instructions differently
+
+    # -- codes ---------------------------------------------------------------------------------------------
+
+    def code_steps(self, layout: PackedLayout, codes: Memory, at: Expr) -> list[Expr]:
+        """The unit's 8 vectors of raw codes (u8), from its planes at byte `at`."""
+        steps: list[Expr] = [None] * STEPS
+        below = 0  # bits of the planes so far
+        for plane in layout.plane_bits:
+            size = 4 * self.lanes
+            vectors = [bind(codes.load(at + below * size + v * size, size)) for v in range(plane)]
+            for step in range(STEPS):
+                part = self._field(vectors[step % plane], step // plane * plane, plane, below)
+                steps[step] = part if steps[step] is None else steps[step] | part
+            below += plane
+        return steps
+
+    def _field(self, vector: Expr, start: int, width: int, to: int) -> Expr:
+        """Bits start … start+width−1 of each byte, moved to bit `to`. Bytes have no shift of their own: shift
+        wider lanes, then mask what came from the neighbour."""
+        if width == 8:
+            return vector
+        size = 4 * self.lanes
+        if start != to:
+            wide = bits(vector, f"uint16x{size // 2}")
+            by = const(abs(start - to), "uint16", size // 2)
+            vector = bits(wide >> by if start > to else wide << by, f"uint8x{size}")
+        return vector & const(((1 << width) - 1) << to, "uint8", size)
+
+    def values(self, layout: PackedLayout, step: Expr) -> Expr:
+        """A step's codes as the dot product wants them; see `offset` for what they exceed the weights by."""
+        codes = layout.format.codes
+        size = 4 * self.lanes
+        if codes is None:
+            raise ZllmcError(f"{layout.format.name} has no codes")
+        if codes.table is not None:
+            step = self.lookup(codes.table, step)
+        if self.kind == "sdot":
+            return bits(step, f"int8x{size}") - const(codes.zero, "int8", size)
+        if self.kind == "vnni" and self.signed(layout):
+            return step ^ const(0x80, "uint8", size)
+        return step
+
+    def signed(self, layout: PackedLayout) -> bool:
+        codes = layout.format.codes
+        return codes is not None and (codes.signed or codes.table is not None)
+
+    def offset(self, layout: PackedLayout) -> int:
+        """`values` minus the weight's integer: a constant that the sums of activations take out again."""
+        codes = layout.format.codes
+        if codes is None or self.kind == "sdot":
+            return 0
+        return 128 if self.kind == "vnni" and self.signed(layout) else codes.zero
+
+    def lookup(self, table: Sequence[int], index: Expr) -> Expr:
+        size = 4 * self.lanes
+        packed = bytes(v & 0xFF for v in table)
+        if self.kind == "sdot":
+            entries = self._repeat(packed, 16)
+            return llvm("llvm.aarch64.neon.tbl1.v16i8", "uint8x16", bits(entries, "uint8x16"), index)
+        name = "llvm.x86.avx512.pshuf.b.512" if self._wide else "llvm.x86.avx2.pshuf.b"
+        return llvm(name, f"uint8x{size}", bits(self._repeat(packed, size), f"uint8x{size}"), index)
+
+    def _repeat(self, sixteen: bytes, size: int) -> Expr:
+        """16 constant bytes, repeated to `size` of them, as a vector of i64."""
+        halves = [int.from_bytes(sixteen[i : i + 8], "little", signed=True) for i in (0, 8)]
+        words = size // 8
+        return T.Shuffle([const(halves[i % 2], "int64") for i in range(words)], list(range(words)))
+
+    # -- products ------------------------------------------------------------------------------------------
+
+    def dot(
+        self, layout: PackedLayout, steps: Sequence[Expr], x: Sequence[Sequence[Expr]], scale: Expr | None
+    ) -> list[Expr]:
+        """Σ over `steps` of values · x, for each row of x; times `scale` (see `scale_vector`) → i32 lanes.
+
+        `steps` are `values`, `x[row][step]` broadcast activations (i8).
+        """
+        if self.kind == "maddubs":
+            return self._dot_maddubs(layout, steps, x, scale)
+        sums = []
+        for row in x:
+            total = const(0, "int32", self.lanes)
+            for w, activation in zip(steps, row, strict=True):
+                total = self._dot_quad(total, w, activation)
+            sums.append(bind(total if scale is None else total * scale))
+        return sums
+
+    def _dot_quad(self, total: Expr, w: Expr, x: Expr) -> Expr:
+        dtype = f"int32x{self.lanes}"
+        if self.kind == "sdot":
+            return llvm("llvm.aarch64.neon.sdot.v4i32.v16i8", dtype, total, w, x)
+        width = 32 * self.lanes
+        return llvm(f"llvm.x86.avx512.vpdpbusd.{width}", dtype, total, w, x)
+
+    def _dot_maddubs(
+        self, layout: PackedLayout, steps: Sequence[Expr], x: Sequence[Sequence[Expr]], scale: Expr | None
+    ) -> list[Expr]:
+        """Pairs are summed in i16 for as many steps as cannot overflow, then widened with the scale."""
+        pairs = 2 * self.lanes
+        signed = self.signed(layout)
+        codes = layout.format.codes
+        if codes is None:
+            raise ZllmcError(f"{layout.format.name} has no codes")
+        largest = 128 if signed else (1 << codes.bits) - 1
+        limit = 32767 // (2 * _LARGEST_ACTIVATION * largest)
+        weight = const(1, "int16", pairs) if scale is None else scale
+        sums: list[Any] = [None] * len(x)
+        for start in range(0, len(steps), limit):
+            narrow: list[Any] = [None] * len(x)
+            for s in range(start, min(start + limit, len(steps))):
+                w = bind(steps[s])
+                magnitude = bind(self._sign(w, w)) if signed else w
+                for row in range(len(x)):
+                    activation = self._sign(x[row][s], w) if signed else x[row][s]
+                    product = llvm("llvm.x86.avx2.pmadd.ub.sw", f"int16x{pairs}", magnitude, activation)
+                    narrow[row] = bind(product if narrow[row] is None else narrow[row] + product)
+            for row in range(len(x)):
+                wide = self.pair_sum(narrow[row], weight)
+                sums[row] = bind(wide if sums[row] is None else sums[row] + wide)
+        return sums
+
+    def _sign(self, value: Expr, by: Expr) -> Expr:
+        return llvm("llvm.x86.avx2.psign.b", f"int8x{4 * self.lanes}", value, by)
+
+    def pair_sum(self, a: Expr, b: Expr) -> Expr:
+        """i16 pairs: a₀·b₀ + a₁·b₁ → i32 lanes."""
+        dtype = f"int32x{self.lanes}"
+        if self.kind == "sdot":
+            a, b = bits(a, dtype), bits(b, dtype)
+            half = const(16, "int32", self.lanes)
+            return ((a << half) >> half) * ((b << half) >> half) + (a >> half) * (b >> half)
+        name = "llvm.x86.avx512.pmaddw.d.512" if self._wide else "llvm.x86.avx2.pmadd.wd"
+        return llvm(name, dtype, a, b)
+
+    # -- scales --------------------------------------------------------------------------------------------
+
+    def twice(self, value: Expr, part: int | None = None) -> Expr:
+        """i16 pairs with both members equal: of an i32 lane's value (part None), or of one member of its pair."""
+        dtype, pairs = f"int32x{self.lanes}", f"int16x{2 * self.lanes}"
+        if self.kind == "sdot":
+            half = const(16, "int32", self.lanes)
+            low = const(0xFFFF, "int32", self.lanes)
+            value = bits(value, dtype)
+            kept = (value >> half) & low if part == 1 else value & low
+            return bits(kept | (kept << half), pairs)
+        size = 4 * self.lanes
+        # pshufb picks within 16 bytes by the low 4 bits of each index, so the ramp may run past 16.
+        first = 0x03020302 if part == 1 else 0x01000100
+        index = bits(T.ramp(const(first, "int32"), const(0x04040404, "int32"), self.lanes), f"uint8x{size}")
+        name = "llvm.x86.avx512.pshuf.b.512" if self._wide else "llvm.x86.avx2.pshuf.b"
+        return bits(llvm(name, f"uint8x{size}", bits(value, f"uint8x{size}"), index), pairs)
+
+    def scale_vector(self, value: Expr, part: int | None = None) -> Expr:
+        """A sub-scale (i32 lanes, or one member of i16 pairs) as `dot` takes it."""
+        if self.kind == "maddubs":
+            return bind(self.twice(value, part))
+        if part is None:
+            return bind(value)
+        half = const(16, "int32", self.lanes)
+        value = bits(value, f"int32x{self.lanes}")
+        return bind(value >> half if part else (value << half) >> half)
+
+
+def broadcast_step(x: Memory, at: Expr, lanes: int) -> Expr:
+    """Four consecutive activations (one i32 at index `at`) in every lane, as i8."""
+    return bits(broadcast(x.load(at), lanes), f"int8x{4 * lanes}")
+
+
+def broadcast_pair(x: Memory, at: Expr, lanes: int) -> Expr:
+    """Two i16 (one i32 at index `at`) in every lane."""
+    return bits(broadcast(x.load(at), lanes), f"int16x{2 * lanes}")
+
+
+def load_i32(memory: Memory, at: Expr, lanes: int) -> Expr:
+    """`lanes` bytes widened to i32."""
+    return cast(memory.load(at, lanes), "int32")

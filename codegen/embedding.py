@@ -1,0 +1,112 @@
+"""The embedding family: rows of a packed table as f32, from the same bytes that the output head reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script.ir_builder import tirx as T
+
+from zllmc.codegen.dot import Dot
+from zllmc.codegen.packing import STEPS, UNIT, PackedLayout, layout_of
+from zllmc.codegen.tir import Expr, Kernel, Memory, bind, bits, broadcast, cast, const, local, serial
+from zllmc.targets.cpu import CpuTarget
+from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
+from zllmc.zllm_ir.plan import CONTROL_TOKENS
+
+
+def embedding(call: KernelCall, target: CpuTarget, name: str) -> Any:
+    tokens, table = call.operands
+    (y,) = call.results
+    if not isinstance(tokens, Operand) or not isinstance(table, Operand):
+        raise ZllmcError("embedding: tokens and the table are required")
+    rows, columns = (int(d) for d in table.type.shape)
+    layout = layout_of(table.type.dtype, (rows, columns), target.lanes)
+    pieces = columns // UNIT if layout.format.plain is None else columns
+    with Kernel(name, control="int32", tokens="int32", table="uint8", y="float32") as kernel:
+        control, ids, weight, out = kernel.arguments
+        row = _Row(layout, Dot(target), weight, out, float(call.attributes["scale"]))
+        if tokens.single_row:
+            begin, end = (bind(pieces * (kernel.thread + i) // kernel.threads) for i in (0, 1))
+            row.emit(ids.load(0), const(0, "int32"), begin, end)
+        else:
+            count = bind(control.load(CONTROL_TOKENS))
+            begin, end = (bind(count * (kernel.thread + i) // kernel.threads) for i in (0, 1))
+            with serial(begin, end) as t:
+                row.emit(ids.load(t), bind(t * y.stride), 0, pieces)
+    return kernel.function
+
+
+class _Row:
+    """Writes part of one token's row: `begin … end` in units of 32 columns (columns of a plain format)."""
+
+    def __init__(self, layout: PackedLayout, dot: Dot, table: Memory, out: Memory, scale: float) -> None:
+        self.layout, self.dot, self.table, self.out, self.scale = layout, dot, table, out, scale
+
+    def emit(self, token: Expr, out_at: Expr, begin: Expr, end: Expr) -> None:
+        lanes = self.dot.lanes
+        token = bind(token)
+        group = T.Cast("int64", token // lanes)
+        record = self.table.from_(group * const(self.layout.group_bytes, "int64"))
+        lane = bind(token % lanes)
+        with serial(begin, end) as piece:
+            if self.layout.format.plain is None:
+                self._unit(record, lane, piece, out_at)
+            else:
+                self._column(record, lane, piece, out_at)
+
+    def _unit(self, record: Memory, lane: Expr, unit: Expr, out_at: Expr) -> None:
+        layout, dot, lanes = self.layout, self.dot, self.dot.lanes
+        fmt = layout.format
+        if fmt.codes is None:
+            raise ZllmcError(f"{fmt.name} has no codes")
+        # All rows of the group are unpacked side by side, then this one is picked.
+        size = 4 * lanes
+        codes = local("uint8", STEPS * size)
+        for s, step in enumerate(dot.code_steps(layout, record, bind(unit * layout.unit_bytes))):
+            codes.store(s * size, dot.lookup(fmt.codes.table, step) if fmt.codes.table else step)
+        if dot.signed(layout):
+            codes = codes.view("int8")
+
+        units = fmt.block // UNIT
+        scales = record.from_(const(layout.code_bytes, "int64"))
+        block = bind(unit // units * layout.block_scale_bytes)
+        inside = bind(unit % units)
+        floats = local("float32", 2 * lanes)
+        floats.store(0, self._f16(scales, block + (layout.subs + layout.sub_mins) * lanes))
+        if fmt.minimum:
+            floats.store(lanes, self._f16(scales, block + layout.minimum_offset))
+        subs = UNIT // fmt.sub_block if layout.subs else 1  # sub-scales of a unit
+        for sub in range(subs):
+            within = bind(inside * (subs * lanes) + lane * subs + sub)
+            d = floats.load(lane)
+            if layout.subs:
+                d = d * cast(scales.view("int8").load(block + within), "float32")
+            d = bind(d)
+            m = None
+            if fmt.minimum:
+                m = floats.load(lanes + lane)
+                if layout.sub_mins:
+                    m = m * cast(scales.load(block + layout.subs * lanes + within), "float32")
+                m = bind(m * const(fmt.min_sign, "float32"))
+            for s in range(sub * STEPS // subs, (sub + 1) * STEPS // subs):
+                q = cast(codes.load(s * size + lane * 4, 4), "int32") - const(fmt.codes.zero, "int32", 4)
+                w = broadcast(d, 4) * cast(q, "float32")
+                if m is not None:
+                    w = w + broadcast(m, 4)
+                self.out.store(out_at + unit * UNIT + 4 * s, w * const(self.scale, "float32", 4))
+
+    def _f16(self, memory: Memory, at: Expr) -> Expr:
+        lanes = self.dot.lanes
+        return cast(bits(memory.load(at, 2 * lanes), f"float16x{lanes}"), "float32")
+
+    def _column(self, record: Memory, lane: Expr, column: Expr, out_at: Expr) -> None:
+        at = column * self.dot.lanes + lane
+        match self.layout.format.plain:
+            case "f32":
+                w = record.view("float32").load(at)
+            case "f16":
+                w = cast(record.view("float16").load(at), "float32")
+            case _:
+                w = bits(cast(record.view("uint16").load(at), "uint32") << const(16, "uint32"), "float32")
+        self.out.store(out_at + column, w * const(self.scale, "float32"))

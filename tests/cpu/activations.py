@@ -1,0 +1,26 @@
+"""Quantized activation rows in numpy: the `a8` layout as documented in zllm_ir.kernel_graph."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from zllmc.zllm_ir.fused_ops import GROUP
+from zllmc.zllm_ir.kernel_graph import activation_row_bytes
+
+
+def a8_rows(x: np.ndarray) -> np.ndarray:
+    """f32 (T, D) → u8 (T, row bytes)."""
+    tokens, width = x.shape
+    groups = x.reshape(tokens, -1, GROUP)
+    peak = np.abs(groups).max(axis=-1, keepdims=True)
+    scale = (peak / np.float32(127)).astype(np.float32)
+    inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
+    codes = np.rint(groups * inverse).astype(np.int8)
+    rows = np.zeros((tokens, activation_row_bytes(width)), np.uint8)
+    sums = codes.sum(axis=-1, dtype=np.int32)
+    halves = codes.reshape(tokens, -1, GROUP // 2).sum(axis=-1, dtype=np.int16)
+    parts = (codes, scale, (scale[..., 0] * sums).astype(np.float32), halves)
+    flat = [np.ascontiguousarray(p).reshape(tokens, -1).view(np.uint8).reshape(tokens, -1) for p in parts]
+    packed = np.concatenate(flat, axis=1)
+    rows[:, : packed.shape[1]] = packed
+    return rows

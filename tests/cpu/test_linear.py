@@ -1,0 +1,113 @@
+"""linear against its reference, for every block format, from packed bytes to the last bit of the layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from activations import a8_rows
+from blocks import random_rows
+from harness import RUNNABLE, assembly, control, run
+
+from zllmc.codegen.linear import linear
+from zllmc.codegen.packing import layout_of, pack_rows
+from zllmc.targets.cpu import TARGETS
+from zllmc.zllm_ir.formats import FORMATS, decode
+from zllmc.zllm_ir.fused_ops import _quantize
+from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
+from zllmc.zllm_ir.types import T, TensorType
+
+FLOOR = [
+    "F32",
+    "F16",
+    "BF16",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+]
+
+
+def call_of(format: str, rows: int, columns: int, tokens: int | None, **extra) -> KernelCall:
+    first = T if tokens is None else tokens
+    plain = FORMATS[format].plain is not None
+    stride = -(-rows // 16) * 16
+    return KernelCall(
+        "linear",
+        (("alpha", extra.get("alpha", 1.0)),),
+        (
+            Operand(TensorType("f32" if plain else "a8", (first, columns)), columns),
+            Operand(TensorType(format, (rows, columns))),
+            Operand(TensorType("f32", (rows,))) if extra.get("bias") else None,
+            Operand(TensorType("f32", (first, rows)), stride) if extra.get("residual") else None,
+        ),
+        (Operand(TensorType("f32", (first, rows)), stride),),
+    )
+
+
+def check(format, rows, columns, tokens, *, threads=1, target=RUNNABLE[-1], decode_entry=False, rng, **extra):
+    raw = random_rows(FORMATS[format], rows, columns, rng, extreme=extra.pop("extreme", False))
+    x = rng.standard_normal((tokens, columns), dtype=np.float32)
+    plain = FORMATS[format].plain is not None
+    layout = layout_of(format, (rows, columns), target.lanes)
+    packed = pack_rows(layout, raw)
+    padded = layout.padded_rows
+    call = call_of(format, rows, columns, 1 if decode_entry else None, **extra)
+    bias = rng.standard_normal(padded, dtype=np.float32)
+    residual = rng.standard_normal((tokens, padded), dtype=np.float32)
+    y = np.zeros((tokens, padded), np.float32)
+    arrays = [x if plain else a8_rows(x), packed]
+    arrays += [bias] if extra.get("bias") else []
+    arrays += [residual] if extra.get("residual") else []
+    run(linear, call, control(tokens), *arrays, y, threads=threads, target=target)
+    weights = decode(FORMATS[format], raw).astype(np.float64)
+    seen = x if plain else _quantize(x)
+    expected = extra.get("alpha", 1.0) * (seen.astype(np.float64) @ weights.T)
+    magnitude = np.abs(seen).astype(np.float64) @ np.abs(weights).T
+    if extra.get("bias"):
+        expected += bias[:rows]
+    if extra.get("residual"):
+        expected += residual[:, :rows]
+    # Products are exact; what is left is the rounding of f32 sums (and of the K formats' split minimum).
+    assert (np.abs(y[:, :rows] - expected) <= 2e-6 * magnitude + 1e-6 * np.abs(expected) + 1e-6).all()
+
+
+@pytest.mark.parametrize("target", RUNNABLE, ids=str)
+@pytest.mark.parametrize("format", FLOOR)
+def test_decode_row(format, target):
+    check(format, 48, 512, 1, decode_entry=True, threads=2, target=target, rng=np.random.default_rng(1))
+
+
+@pytest.mark.parametrize("target", RUNNABLE, ids=str)
+@pytest.mark.parametrize("format", FLOOR)
+def test_prefill_rows_with_a_short_last_tile(format, target):
+    check(format, 32, 512, 7, threads=3, target=target, rng=np.random.default_rng(2))
+
+
+@pytest.mark.parametrize("format", FLOOR)
+def test_extreme_codes_scales_and_signs(format):
+    for tokens in (1, 2, 3):
+        check(format, 16, 256, tokens, extreme=True, rng=np.random.default_rng(tokens))
+
+
+@pytest.mark.parametrize("format", ["F16", "Q4_0", "Q8_0", "Q6_K"])
+def test_bias_residual_alpha_and_padded_rows(format):
+    rng = np.random.default_rng(3)
+    check(format, 21, 256, 5, bias=True, residual=True, alpha=0.25, rng=rng)
+    check(format, 21, 256, 1, decode_entry=True, residual=True, threads=5, rng=rng)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=str)
+@pytest.mark.parametrize("format", FLOOR)
+def test_every_target_compiles(format, target):
+    text = assembly(linear, call_of(format, 32, 256, 1), target)
+    assert {"maddubs": "vpmaddubsw", "vnni": "vpdpbusd", "sdot": "sdot"}[target.dot] in text or FORMATS[
+        format
+    ].plain
