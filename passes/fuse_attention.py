@@ -1,0 +1,54 @@
+"""Attention as the kernels compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zllmc.passes.rewrite import Only, fuse
+from zllmc.zllm_ir.attention_ops import SPLIT_KEYS
+from zllmc.zllm_ir.errors import IRError
+from zllmc.zllm_ir.graph import Graph, Node, Value
+from zllmc.zllm_ir.op import OPS
+from zllmc.zllm_ir.types import KVType
+
+_PARTS = 32  # pieces of work in one decode attention: as many threads as can share it
+
+
+def fuse_attention(graph: Graph, context: int) -> Graph:
+    """Attention whose heads are only merged gives them merged.
+
+    before:  %2 = attention(%1, %kv)    after:  %3 = attention_rows(%1, %kv)
+             %3 = merge_heads(%2)
+
+    For one query the cached tokens (`context` at most) are divided into parts, for threads to share:
+
+             after:  %3.parts = attention_partial(%1, %kv) {…, 'splits': 4}
+                     %3 = attention_merge(%3.parts) {'splits': 4}
+    """
+
+    def rule(node: Node, only: Only) -> Sequence[Node] | None:
+        attention = only(node.inputs[0], "attention") if node.op == "merge_heads" else None
+        if attention is None:
+            return None
+        query, state = graph.operands(attention)
+        if query.shape[0] != 1:
+            return [Node("attention_rows", attention.inputs, attention.attrs, node.outputs)]
+        if not isinstance(state.type, KVType):
+            raise IRError(f"attention over {state.name}: {state.type} is no state")
+        window = attention.attributes["window"]
+        splits = split_count(state.type.kv_heads, min(context, window) if window else context)
+        op = OPS["attention_partial"]
+        attrs = op.bind_attrs({**attention.attributes, "splits": splits})
+        (type,) = op.infer_types([query.type, state.type], attrs)
+        parts = Value(f"{node.output.name}.parts", type)
+        return [
+            Node("attention_partial", attention.inputs, tuple(attrs.items()), (parts,)),
+            Node("attention_merge", (parts,), (("splits", splits),), node.outputs),
+        ]
+
+    return fuse(graph, rule)
+
+
+def split_count(kv_heads: int, keys: int) -> int:
+    """Parts of one head's keys: enough work for many threads, but none with less than SPLIT_KEYS keys."""
+    return max(1, min(-(-_PARTS // kv_heads), keys // SPLIT_KEYS))

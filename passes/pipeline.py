@@ -1,0 +1,51 @@
+"""All passes over the graph, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from zllmc.passes.fold_scales import fold_scales
+from zllmc.passes.fuse_attention import fuse_attention
+from zllmc.passes.fuse_norm_add import fuse_norm_add
+from zllmc.passes.fuse_quantize import fuse_quantize
+from zllmc.passes.fuse_residual import fuse_residual
+from zllmc.passes.fuse_rope_append import fuse_rope_append
+from zllmc.passes.quantize_activations import quantize_activations
+from zllmc.passes.rewrite import eliminate_dead
+from zllmc.passes.specialise import specialise
+from zllmc.zllm_ir.graph import Graph
+from zllmc.zllm_ir.text import print_graph
+from zllmc.zllm_ir.verify import verify
+
+
+def run_passes(
+    graph: Graph, *, tokens: int | None, context: int, dump: Path | None = None, check: bool = False
+) -> Graph:
+    """The graph of one entry point, ready to lower: `tokens` is 1 for decode, None for prefill.
+
+    `context` is the largest number of cached tokens. `dump` is a folder that gets the graph's text after
+    every pass in a numbered file; with `check`, the verifier runs after every pass.
+    """
+    passes: list[tuple[str, Callable[[Graph], Graph]]] = [
+        ("input", lambda g: g),
+        ("specialise", lambda g: specialise(g, tokens)),
+        # Algebra: fewer ops over the same data.
+        ("fold_scales", fold_scales),
+        ("fuse_residual", fuse_residual),
+        ("fuse_norm_add", fuse_norm_add),
+        ("fuse_rope_append", fuse_rope_append),
+        ("fuse_attention", lambda g: fuse_attention(g, context)),
+        # Numbers: int8 activations for the block formats.
+        ("quantize_activations", quantize_activations),
+        ("fuse_quantize", fuse_quantize),
+        ("eliminate_dead", eliminate_dead),
+    ]
+    for number, (name, run) in enumerate(passes):
+        graph = run(graph)
+        if check:
+            verify(graph)
+        if dump is not None:
+            dump.mkdir(parents=True, exist_ok=True)
+            (dump / f"{number:02}-{name}.txt").write_text(print_graph(graph), encoding="utf-8")
+    return graph
