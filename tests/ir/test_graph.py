@@ -54,7 +54,7 @@ def test_text_form_of_a_graph() -> None:
         "weight w: Q4_K[256, 4]\n"
         "%0: f32[T, 4], %1: f32[T, 4] = split(@x) {'sizes': (4, 4)}\n"
         "%2: f32[T, 4] = glu(%0, %1) {'act': 'silu'}\n"
-        "%3: f32[T, 256] = linear(%2, @w, -)\n"
+        "%3: f32[T, 256] = linear(%2, @w, -, -) {'alpha': 1.0}\n"
         "return %3\n"
     )
 

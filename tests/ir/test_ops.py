@@ -48,7 +48,7 @@ CACHE = state_with(HEADS, HEADS)
 
 CALLS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "embedding": ([TOKENS, packed(f32(10, 8))], {"scale": 2.0}),
-    "linear": ([X, packed(f32(6, 8)), f32(6)], {}),
+    "linear": ([X, packed(f32(6, 8)), f32(6), f32(5, 6)], {"alpha": 0.5}),
     "rms_norm": ([X, f32(8)], {"eps": 1e-5}),
     "layer_norm": ([X, f32(8), f32(8)], {"eps": 1e-5}),
     "add": ([X, X], {}),
@@ -97,6 +97,7 @@ def tensor(*shape: int) -> TensorType:
         ("linear", [tensor(5, 8), tensor(6, 9), None], {}),
         ("linear", [tensor(5, 8), tensor(6, 8), tensor(8)], {}),
         ("linear", [tensor(5, 8), tensor(2, 6, 8), None], {}),
+        ("linear", [tensor(5, 8), tensor(6, 8), None, tensor(5, 8)], {}),
         ("rms_norm", [tensor(5, 8), tensor(4)], {"eps": 1e-5}),
         ("rms_norm", [tensor(5, 2, 4), tensor(3, 4)], {"eps": 1e-5}),
         ("add", [tensor(5, 8), tensor(5, 1)], {}),
@@ -119,7 +120,7 @@ def tensor(*shape: int) -> TensorType:
 )
 def test_operands_that_do_not_fit_are_refused(name: str, operands: list[Any], attrs: dict[str, Any]) -> None:
     with pytest.raises(IRError, match=name if name not in ("add", "glu", "rms_norm") else "operands|norm"):
-        OPS[name].infer_types(operands, OPS[name].bind_attrs(attrs))
+        OPS[name].infer_types(OPS[name].bind(operands), OPS[name].bind_attrs(attrs))
 
 
 def test_ops_on_unknown_names_are_refused() -> None:
@@ -147,7 +148,10 @@ def test_linear_is_x_times_weight_transposed_plus_bias() -> None:
     x, w, b = f32(3, 64), f32(130, 64), f32(130)
     expected = [[sum(x[t] * w[n]) + b[n] for n in range(130)] for t in range(3)]
     np.testing.assert_allclose(ops.linear(x, packed(w), b), expected, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(ops.linear(x, packed(w)), np.array(expected) - b, rtol=1e-4, atol=1e-4)
+    product, residual = np.array(expected) - b, f32(3, 130)
+    np.testing.assert_allclose(ops.linear(x, packed(w)), product, rtol=1e-4, atol=1e-4)
+    scaled = ops.linear(x, packed(w), b, residual, alpha=0.5)
+    np.testing.assert_allclose(scaled, 0.5 * product + b + residual, rtol=1e-4, atol=1e-4)
 
 
 def test_linear_decodes_packed_rows() -> None:
