@@ -163,7 +163,7 @@ class Dot:
     # -- scales --------------------------------------------------------------------------------------------
 
     def twice(self, value: Expr, part: int | None = None) -> Expr:
-        """i16 pairs with both members equal: of an i32 lane's value (part None), or of one member of its pair."""
+        """i16 pairs with equal members: an i32 lane's value (part None), or one member of its pair."""
         dtype, pairs = f"int32x{self.lanes}", f"int16x{2 * self.lanes}"
         if self.kind == "sdot":
             half = const(16, "int32", self.lanes)

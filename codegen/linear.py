@@ -44,7 +44,8 @@ def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
         "weight": "uint8",
     }
     arguments |= {n: "float32" for n, v in (("bias", bias), ("residual", residual)) if v is not None}
-    with Kernel(name, **arguments, y="float32") as kernel:
+    # The residual may be y itself.
+    with Kernel(name, noalias=residual is None, **arguments, y="float32") as kernel:
         given = dict(zip((*arguments, "y"), kernel.arguments, strict=True))
         tile = _Tile(
             layout,
@@ -208,9 +209,9 @@ class _Tile:
             at = scale_record + unit_in_block * (2 * lanes)
             paired = bind(cast(signed.load(at, 2 * lanes), "int16"))
             half = STEPS // 2
-            first = dot.dot(layout, steps[:half], [r[:half] for r in x], dot.scale_vector(paired, 0))
-            second = dot.dot(layout, steps[half:], [r[half:] for r in x], dot.scale_vector(paired, 1))
-            sums = [bind(a + b) for a, b in zip(first, second, strict=True)]
+            low = dot.dot(layout, steps[:half], [r[:half] for r in x], dot.scale_vector(paired, 0))
+            high = dot.dot(layout, steps[half:], [r[half:] for r in x], dot.scale_vector(paired, 1))
+            sums = [bind(a + b) for a, b in zip(low, high, strict=True)]
         if offset:
             by = const(offset, "int32", lanes)
             sums = [bind(s - dot.pair_sum(paired, p) * by) for s, p in zip(sums, pairs, strict=True)]

@@ -29,8 +29,9 @@ class Kernel:
 
     function: Any
 
-    def __init__(self, name: str, **arguments: str | type[int]) -> None:
+    def __init__(self, name: str, *, noalias: bool = True, **arguments: str | type[int]) -> None:
         self.name = name
+        self._noalias = noalias  # no two pointers reach the same bytes, unless both only read them
         self._types = arguments
         self._builder = IRBuilder()
 
@@ -39,7 +40,7 @@ class Kernel:
         self._frame = T.prim_func(s_tir=True)
         self._frame.__enter__()
         T.func_name(self.name)
-        T.func_attr({"tirx.noalias": True, "global_symbol": self.name})
+        T.func_attr({"tirx.noalias": self._noalias, "global_symbol": self.name})
         self.thread = T.arg("thread", T.int32())
         self.threads = T.arg("threads", T.int32())
         raw = [

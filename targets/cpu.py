@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import platform
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.host import host_architecture, host_flags
 
 
 @dataclass(frozen=True)
 class CpuTarget:
     """One instruction-set level of one architecture.
 
-    `lanes`: f32 lanes of a vector register. `dot`: how int8 products are summed: `maddubs` (AVX2: u8·i8 pairs,
-    saturating in i16), `vnni` (AVX-512 VNNI or AVX-VNNI: u8·i8 quads into i32), `sdot` (Arm dotprod: i8·i8
+    `lanes`: f32 lanes of a vector register. `dot`: how int8 products are summed: `maddubs` (AVX2: u8·i8
+    pairs, saturating in i16), `vnni` (AVX-512 VNNI or AVX-VNNI: u8·i8 quads into i32), `sdot` (Arm dotprod: i8·i8
     quads into i32).
     """
 
@@ -73,20 +71,6 @@ TARGETS = {
         ),
     )
 }
-
-
-def host_flags() -> frozenset[str]:
-    """The CPU flags that the kernel reports for this machine; empty where it reports none."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
-    return frozenset(match[1].split()) if match else frozenset()
-
-
-def host_architecture() -> str:
-    return {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 
 
 def detect() -> CpuTarget:

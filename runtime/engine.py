@@ -1,0 +1,182 @@
+"""Runs an artifact: whole model passes over sessions. Imports neither the compiler nor TVM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zllmc.runtime.artifact import Manifest, open_artifact
+from zllmc.runtime.chat_template import ChatTemplate
+from zllmc.runtime.cpu import CpuDevice, Recording
+from zllmc.runtime.memory import Memory, allocate, map_file
+from zllmc.runtime.text import Tokenizer
+from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.plan import CONTROL_CACHED, CONTROL_FIRST_ROW, CONTROL_TOKENS, EntryPoint
+
+Logits = NDArray[np.float32]
+
+
+class ContextFull(ZllmcError):
+    """More tokens than the artifact's context holds."""
+
+
+class Session:
+    """One sequence: its tokens and their keys and values. Made by `Engine.session`."""
+
+    def __init__(self, engine: Engine, states: dict[int, Memory]) -> None:
+        self._engine = engine
+        self.states = states  # plan buffer number → KV memory
+        self.tokens: list[int] = []  # those whose state is cached
+
+    def prefill(self, ids: Sequence[int]) -> Logits:
+        """Append tokens in as few passes as fit; the last one's logits (vocab,), valid until the next pass."""
+        if not ids:
+            raise ValueError("prefill needs at least one token")
+        return self._engine.advance(self, ids)
+
+    def decode(self, id: int) -> Logits:
+        """Append one token; its logits (vocab,), valid until the next pass."""
+        return self._engine.advance(self, (id,))
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from `length` on. Their state is simply overwritten later."""
+        if not 0 <= length <= len(self.tokens):
+            raise ValueError(f"cannot truncate {len(self.tokens)} tokens to {length}")
+        del self.tokens[length:]
+
+
+class Engine:
+    """An artifact loaded on a device.
+
+        with Engine.open("model.zllm") as engine:
+            for chunk in engine.generate("The capital of France is", max_tokens=16):
+                print(chunk.text, end="")
+
+    One pass runs at a time; sessions take turns.
+    """
+
+    def __init__(self, path: Path | str, *, threads: int | None = None) -> None:
+        self._artifact = artifact = open_artifact(Path(path))
+        self.manifest: Manifest = artifact.manifest
+        self.context = artifact.manifest.context
+        self.device = CpuDevice(artifact.objects, threads)
+        facts = artifact.tokenizer_facts
+        self.tokenizer = Tokenizer.from_json(artifact.tokenizer_json, facts)
+        self.chat_template: ChatTemplate | None = None
+        if artifact.chat_template is not None:
+            self.chat_template = ChatTemplate(artifact.chat_template, facts["bos_token"], facts["eos_token"])
+
+        plan = artifact.plan
+        self._entries = {entry.name: entry for entry in plan.entries}
+        self._plan = plan
+        self._numbers = {buffer.name: i for i, buffer in enumerate(plan.buffers)}
+        self._state_numbers = [i for i, b in enumerate(plan.buffers) if b.kind == "state"]
+        self._memory = [
+            # Huge pages read a third faster than the file's own 4 KiB pages.
+            map_file(artifact.weights, copy=True) if b.kind == "weights" else allocate(max(b.bytes, 1))
+            for b in plan.buffers
+            if b.kind != "state"
+        ]
+        shared = iter(self._memory)
+        self._bound: Session | None = None
+        states = self._new_states()
+        buffers = [states[i] if b.kind == "state" else next(shared) for i, b in enumerate(plan.buffers)]
+        self._control = self._view(buffers, "control", np.int32)
+        self._tokens = self._view(buffers, "tokens", np.int32)
+        self._positions = self._view(buffers, "positions", np.int32)
+        logits = self._view(buffers, "logits", np.float32)
+        rows = max(entry.max_rows for entry in plan.entries)
+        self._logits = logits[: len(logits) // rows * rows].reshape(rows, -1)[:, : self.manifest.vocab]
+        self.recordings: dict[str, Recording] = {
+            name: self.device.record(entry, buffers) for name, entry in self._entries.items()
+        }
+        self._spare: Session | None = Session(self, states)
+        self._bound = self._spare
+
+    @classmethod
+    def open(cls, path: Path | str, *, threads: int | None = None) -> Engine:
+        """Load the artifact at `path` for `threads` threads (default: one per physical core)."""
+        return cls(path, threads=threads)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the threads. Sessions cannot be used afterwards."""
+        self.device.close()
+
+    def session(self) -> Session:
+        """A new empty session with its own KV memory, taken from the system as it fills."""
+        if self._spare is not None:
+            session, self._spare = self._spare, None
+            return session
+        return Session(self, self._new_states())
+
+    def generate(self, prompt: Any, **options: Any) -> Iterator[Any]:
+        """Generated chunks for a prompt string, messages, or token ids; see `zllmc.runtime.generation`."""
+        from zllmc.runtime.generation import generate
+
+        return generate(self, prompt, **options)
+
+    def logits(self, ids: Sequence[int]) -> Logits:
+        """Logits after every token of `ids` (n, vocab), from an empty session."""
+        session = self.session()
+        step = min(self._entries["prefill"].max_rows, self._entries["prefill"].max_tokens)
+        parts = []
+        for start in range(0, len(ids), step):
+            part = ids[start : start + step]
+            self._run(session, self._entries["prefill"], part, first_row=0)
+            parts.append(self._logits[: len(part)].copy())
+        return np.concatenate(parts) if parts else np.zeros((0, self.manifest.vocab), np.float32)
+
+    def advance(self, session: Session, ids: Sequence[int]) -> Logits:
+        """Append `ids` to the session's state; the last one's logits. Called by Session."""
+        if len(session.tokens) + len(ids) > self.context:
+            raise ContextFull(
+                f"{len(session.tokens)} tokens are cached and {len(ids)} more do not fit the context of "
+                f"{self.context}: shorten the conversation, or compile with a larger --context."
+            )
+        prefill = self._entries["prefill"]
+        for start in range(0, len(ids), prefill.max_tokens):
+            part = ids[start : start + prefill.max_tokens]
+            entry = self._entries["decode"] if len(part) == 1 else prefill
+            self._run(session, entry, part, first_row=len(part) - 1)
+        return self._logits[0]
+
+    def _run(self, session: Session, entry: EntryPoint, ids: Sequence[int], *, first_row: int) -> None:
+        count, cached = len(ids), len(session.tokens)
+        if cached + count > self.context:
+            raise ContextFull(f"{cached + count} tokens do not fit the context of {self.context}.")
+        given = np.asarray(ids, np.int64)
+        if given.min() < 0 or given.max() >= self.manifest.vocab:
+            raise ZllmcError(f"a token id is outside the vocabulary of {self.manifest.vocab}.")
+        if session is not self._bound:
+            for recording in self.recordings.values():
+                for number, memory in session.states.items():
+                    recording.rebind(number, memory)
+            self._bound = session
+        self._tokens[:count] = given
+        self._positions[:count] = np.arange(cached, cached + count)
+        self._control[CONTROL_TOKENS] = count
+        self._control[CONTROL_CACHED] = cached
+        self._control[CONTROL_FIRST_ROW] = first_row
+        self.recordings[entry.name].replay()
+        session.tokens.extend(int(i) for i in ids)
+
+    def _new_states(self) -> dict[int, Memory]:
+        return {i: allocate(self._plan.buffers[i].bytes) for i in self._state_numbers}
+
+    def _view(self, buffers: list[Memory], name: str, dtype: Any) -> NDArray[Any]:
+        number = self._numbers[name]
+        size = self._plan.buffers[number].bytes
+        return buffers[number].view(dtype, (size // np.dtype(dtype).itemsize,))

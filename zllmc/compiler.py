@@ -1,0 +1,259 @@
+"""From a model file to an artifact: read, lower, generate kernels, pack weights, write the folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from zllmc.codegen.cpu import build_executor, build_kernel
+from zllmc.codegen.packing import ROW_PAD, layout_of, pack_rows
+from zllmc.frontends.chat_template import chat_templates_from_gguf, chat_templates_from_hf
+from zllmc.frontends.model import Model, load_model
+from zllmc.frontends.tokenizer import TokenizerBundle, tokenizer_from_gguf, tokenizer_from_hf
+from zllmc.passes.pipeline import lower_entry
+from zllmc.passes.plan import make_plan
+from zllmc.runtime.artifact import FORMAT_VERSION, Manifest, Source
+from zllmc.targets import cpu
+from zllmc.targets.cpu import CpuTarget
+from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.formats import FORMATS, decode, row_bytes
+from zllmc.zllm_ir.graph import Value
+from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, symbol
+from zllmc.zllm_ir.types import KVType, TensorType
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+
+MAX_TOKENS = 512  # of one prefill pass
+MAX_ROWS = 32  # of one pass whose logits can be asked for
+_PACK_ELEMENTS = 1 << 22  # packed at a time: bounds the memory that packing takes
+
+
+def compile_model(
+    model: Path | str,
+    output: Path | str,
+    *,
+    target: str = "cpu",
+    context: int | None = None,
+    kv: str = "f16",
+    dump_ir: Path | None = None,
+    verify: bool = False,
+    kernel_cache: Path | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> Path:
+    """Compile a GGUF file, a split one, or a Hugging Face folder into the artifact folder `output`.
+
+    `context` is how many tokens a sequence may reach (default: 8192, or the model's own where that is less).
+    `kv` is f16 or q8. The folder appears whole or not at all. Raises ZllmcError that names the tensor, op or
+    field that cannot be compiled.
+    """
+    device = cpu.parse(target)
+    source = load_model(model, context=context or 8192, kv=kv)
+    if context is None and source.facts.trained_context < 8192:
+        context = source.facts.trained_context
+        source = load_model(model, context=context, kv=kv)
+    capacity = -(-(context or 8192) // KEY_BLOCK) * KEY_BLOCK
+    tokenizer, template = _texts(source)
+
+    graphs = {
+        name: lower_entry(
+            source.graph,
+            name,
+            context=capacity,
+            max_tokens=MAX_TOKENS,
+            max_rows=MAX_ROWS,
+            dump=dump_ir,
+            check=verify,
+        )
+        for name in ("decode", "prefill")
+    }
+    calls = list(dict.fromkeys(node.call for graph in graphs.values() for node in graph.nodes))
+    matrices = _matrices(graphs)
+    offsets, weights_bytes = _weight_offsets(source, matrices, device)
+    plan = make_plan(graphs, offsets, weights_bytes)
+
+    with _atomic_folder(Path(output)) as folder:
+        kernels = folder / "kernels"
+        kernels.mkdir()
+        for done, call in enumerate(calls):
+            progress("kernels", done, len(calls))
+            (kernels / f"{symbol(call)}.o").write_bytes(build_kernel(call, device, kernel_cache))
+        (kernels / "executor.o").write_bytes(build_executor(device))
+        progress("kernels", len(calls), len(calls))
+        _write_weights(folder / "weights.bin", source, matrices, offsets, weights_bytes, device, progress)
+        (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
+        (folder / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
+        (folder / "tokenizer_facts.json").write_bytes(msgspec.json.encode(tokenizer.facts))
+        if template is not None:
+            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        manifest = _manifest(source, device, capacity, kv, weights_bytes, progress)
+        (folder / "manifest.json").write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+    return Path(output)
+
+
+def _texts(model: Model) -> tuple[TokenizerBundle, str | None]:
+    if model.container == "gguf":
+        return tokenizer_from_gguf(model.metadata), chat_templates_from_gguf(model.metadata).get("default")
+    return tokenizer_from_hf(model.path), chat_templates_from_hf(model.path).get("default")
+
+
+# -- weights -------------------------------------------------------------------------------------------------
+
+
+def _matrices(graphs: dict[str, Any]) -> set[str]:
+    """Names of the weights that a kernel reads as a packed matrix; the others are vectors, kept as f32."""
+    return {
+        node.inputs[1].name
+        for graph in graphs.values()
+        for node in graph.nodes
+        if node.call.op in ("linear", "embedding")
+    }
+
+
+def _shape(value: Value) -> tuple[int, ...]:
+    if not isinstance(value.type, TensorType):
+        raise ZllmcError(f"weight {value.name} is {value.type}, no tensor")
+    return tuple(int(d) for d in value.type.shape)
+
+
+def _weight_offsets(
+    model: Model, matrices: set[str], device: CpuTarget
+) -> tuple[dict[str, tuple[int, int]], int]:
+    """Where each weight lies in weights.bin: (offset, bytes), in the graph's order; and the file's size."""
+    offsets = {}
+    end = 0
+    for value in model.graph.weights:
+        shape = _shape(value)
+        if value.name in matrices:
+            try:
+                size = layout_of(_format(value), shape, device.lanes).nbytes
+            except ZllmcError as error:
+                raise ZllmcError(f"{model.path}: tensor {value.name}: {error}") from error
+        else:
+            size = 4 * -(-int(np.prod(shape)) // ROW_PAD) * ROW_PAD
+        offsets[value.name] = (end, size)
+        end = -(-(end + size) // 4096) * 4096
+    return offsets, end
+
+
+def _format(value: Value) -> str:
+    if not isinstance(value.type, TensorType):
+        raise ZllmcError(f"weight {value.name} is {value.type}, no tensor")
+    return value.type.dtype
+
+
+def _write_weights(
+    path: Path,
+    model: Model,
+    matrices: set[str],
+    offsets: dict[str, tuple[int, int]],
+    size: int,
+    device: CpuTarget,
+    progress: Progress,
+) -> None:
+    total = sum(n for _, n in offsets.values())
+    done = 0
+    with path.open("wb") as file:
+        for value in model.graph.weights:
+            file.seek(offsets[value.name][0])
+            raw = model.weights[value.name]
+            pieces = _packed(value, raw, device) if value.name in matrices else _vector(value, raw)
+            for piece in pieces:
+                file.write(piece.data)
+                done += piece.nbytes
+                progress("weights", done, total)
+        file.truncate(size)
+
+
+def _packed(value: Value, raw: NDArray[np.uint8], device: CpuTarget) -> Iterator[NDArray[np.uint8]]:
+    rows, columns = _shape(value)
+    layout = layout_of(_format(value), (rows, columns), device.lanes)
+    matrix = raw.reshape(rows, row_bytes(layout.format, columns))
+    step = max(1, _PACK_ELEMENTS // columns // ROW_PAD) * ROW_PAD
+    for start in range(0, rows, step):
+        yield pack_rows(layout, matrix[start : start + step])
+
+
+def _vector(value: Value, raw: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
+    shape = _shape(value)
+    fmt = FORMATS[_format(value)]
+    numbers = decode(fmt, raw.reshape(-1, row_bytes(fmt, shape[-1]))).reshape(-1)
+    yield np.pad(numbers, (0, -len(numbers) % ROW_PAD)).view(np.uint8)
+
+
+# -- the folder ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _atomic_folder(output: Path) -> Iterator[Path]:
+    """A temporary sibling of `output` that takes its name when all went well, and vanishes otherwise."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if output.exists() and not (output / "manifest.json").is_file():
+        raise ZllmcError(f"{output} exists and is no artifact: choose another name with -o.")
+    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        folder.chmod(0o755)
+        yield folder
+        if output.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+            os.replace(output, old / "old")
+            os.replace(folder, output)
+            shutil.rmtree(old)
+        else:
+            os.replace(folder, output)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _manifest(
+    model: Model, device: CpuTarget, context: int, kv: str, weights_bytes: int, progress: Progress
+) -> Manifest:
+    formats: dict[str, int] = {}
+    for value in model.graph.weights:
+        formats[_format(value)] = formats.get(_format(value), 0) + model.weights[value.name].nbytes
+    states = [s.type for s in model.graph.states if isinstance(s.type, KVType)]
+    progress("checksum", 0, 1)
+    source = _source(model.path)
+    progress("checksum", 1, 1)
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        compiler=version("zllmc"),
+        tvm=version("apache-tvm"),
+        name=model.name,
+        architecture=model.architecture,
+        parameters=model.parameters,
+        formats=dict(sorted(formats.items())),
+        source=source,
+        target=str(device),
+        triple=device.triple,
+        requires=tuple(sorted(device.requires)),
+        layers=len(states),
+        vocab=model.facts.vocab,
+        context=context,
+        kv=kv,
+        kv_bytes_per_token=sum(s.bytes_per_token for s in states),
+        weights_bytes=weights_bytes,
+        source_weights_bytes=model.weight_bytes,
+    )
+
+
+def _source(path: Path) -> Source:
+    """Name, size and digest of the model's file, or of all files of a folder in order."""
+    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+    return Source(path.name, sum(f.stat().st_size for f in files), digest.hexdigest())
