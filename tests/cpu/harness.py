@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,10 @@ import tvm
 from tvm.target import Target
 
 from zllmc.targets.cpu import TARGETS, CpuTarget, host_architecture, host_flags
-from zllmc.zllm_ir.kernel_graph import KernelCall
+from zllmc.zllm_ir.fused_ops import GROUP
+from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
 from zllmc.zllm_ir.plan import CONTROL_CACHED, CONTROL_FIRST_ROW, CONTROL_TOKENS, CONTROL_WORDS
+from zllmc.zllm_ir.types import TensorType
 
 Family = Callable[[KernelCall, CpuTarget, str], Any]
 
@@ -31,8 +35,11 @@ def compiled(family: Family, call: KernelCall, target: CpuTarget) -> Any:
     return tvm.compile(module, target=Target(target.llvm)).mod
 
 
-def assembly(family: Family, call: KernelCall, target: CpuTarget) -> str:
-    return str(compiled(family, call, target).inspect_source("asm"))
+def calls(family: Family, call: KernelCall, target: CpuTarget) -> list[str]:
+    """Call instructions in the kernel's own code, for a look at what became a library call."""
+    code = str(compiled(family, call, target).inspect_source("asm"))
+    body = code[code.index("kernel_compute_:") :].partition(".Lfunc_end")[0]
+    return re.findall(r"^\s+(?:callq?|bl|blr)\s.*$", body, re.MULTILINE)
 
 
 def control(tokens: int, cached: int = 0, first_row: int = 0) -> np.ndarray:
@@ -81,3 +88,38 @@ def run(
         kernel(thread, threads, ctypes.c_void_p(control.ctypes.data), *(g.pointer for g in guarded))
     for g in guarded:
         g.finish()
+
+
+def operand(array: np.ndarray, rows: Any = None, dtype: str = "f32") -> Operand:
+    """The operand type of an array (its strides taken from it); `rows` replaces the first axis."""
+    shape = (array.shape[0] if rows is None else rows, *array.shape[1:])
+    return Operand(TensorType(dtype, shape), array.strides[0] // array.itemsize)
+
+
+def weight(array: np.ndarray) -> Operand:
+    return Operand(TensorType("f32", array.shape))
+
+
+@dataclass(frozen=True)
+class Activations:
+    """`a8` rows taken apart."""
+
+    codes: np.ndarray  # i8 (T, D)
+    scales: np.ndarray  # f32 (T, D/32)
+
+    @property
+    def values(self) -> np.ndarray:
+        groups = self.codes.reshape(*self.scales.shape, GROUP).astype(np.float32)
+        return (groups * self.scales[..., None]).reshape(self.codes.shape)
+
+
+def read_activations(raw: np.ndarray, width: int) -> Activations:
+    """Rows as uint8 (T, activation_row_bytes(width)), whose sums must agree with their codes."""
+    parts = np.cumsum([width, width // 8, width // 8, width // 8])
+    codes, scales, scaled_sums, sums, _ = np.split(raw, parts, axis=1)
+    codes, sums = np.ascontiguousarray(codes).view(np.int8), np.ascontiguousarray(sums).view(np.int16)
+    scales, scaled_sums = (np.ascontiguousarray(a).view(np.float32) for a in (scales, scaled_sums))
+    halves = codes.reshape(len(raw), -1, 16).sum(axis=-1, dtype=np.int16)
+    np.testing.assert_array_equal(sums, halves)
+    np.testing.assert_array_equal(scaled_sums, scales * (halves[:, ::2] + halves[:, 1::2]).astype(np.float32))
+    return Activations(codes, scales)
