@@ -35,9 +35,13 @@ def compiled(family: Family, call: KernelCall, target: CpuTarget) -> Any:
     return tvm.compile(module, target=Target(target.llvm)).mod
 
 
+def assembly(family: Family, call: KernelCall, target: CpuTarget) -> str:
+    return str(compiled(family, call, target).inspect_source("asm"))
+
+
 def calls(family: Family, call: KernelCall, target: CpuTarget) -> list[str]:
     """Call instructions in the kernel's own code, for a look at what became a library call."""
-    code = str(compiled(family, call, target).inspect_source("asm"))
+    code = assembly(family, call, target)
     body = code[code.index("kernel_compute_:") :].partition(".Lfunc_end")[0]
     return re.findall(r"^\s+(?:callq?|bl|blr)\s.*$", body, re.MULTILINE)
 
