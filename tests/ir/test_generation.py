@@ -1,0 +1,273 @@
+"""Generation over a model that is a table: each token's successor, in bytes of a real tokenizer."""
+
+import json
+from dataclasses import dataclass, field
+from threading import Event
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from zllmc.runtime.chat_template import ChatTemplate
+from zllmc.runtime.generation import PromptError, common_length, generate
+from zllmc.runtime.sampling import GREEDY, SamplingParams
+from zllmc.runtime.text import Tokenizer, _gpt2_bytes
+
+VOCAB = 258
+BOS, EOS = 256, 257
+
+
+def tokenizer():
+    """One token for each byte, <s> and </s>."""
+    byte_of = _gpt2_bytes()
+    vocab = {char: byte[0] for char, byte in byte_of.items()} | {"<s>": BOS, "</s>": EOS}
+    special = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    file = {
+        "version": "1.0",
+        "added_tokens": [{"id": vocab[t], "content": t, **special} for t in ("<s>", "</s>")],
+        "pre_tokenizer": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": False,
+            "use_regex": False,
+        },
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }
+    facts = {
+        "kind": "bpe",
+        "vocab_size": VOCAB,
+        "bos_id": BOS,
+        "eos_id": EOS,
+        "add_bos": True,
+        "add_eos": False,
+        "add_space_prefix": False,
+        "control_ids": [BOS, EOS],
+        "unused_ids": [],
+        "eog_ids": [EOS],
+    }
+    return Tokenizer.from_json(json.dumps(file), facts)
+
+
+@dataclass
+class TableSession:
+    """Says `script` byte by byte after any prompt; `computed` are the ids it was given."""
+
+    script: bytes
+    tokens: list[int] = field(default_factory=list)
+    computed: list[int] = field(default_factory=list)
+    said: int = 0
+
+    def prefill(self, ids):
+        self.said = 0
+        return self._advance(ids)
+
+    def decode(self, id):
+        self.said += 1
+        return self._advance([id])
+
+    def truncate(self, length):
+        assert 0 <= length <= len(self.tokens)
+        del self.tokens[length:]
+
+    def _advance(self, ids):
+        assert len(ids) > 0
+        self.tokens += ids
+        self.computed += ids
+        logits = np.zeros(VOCAB, np.float32)
+        logits[self.script[self.said] if self.said < len(self.script) else EOS] = 9
+        return logits
+
+
+def engine(script="", context=1000, template="{{ bos_token }}{{ messages[0].content }}>"):
+    script = script if isinstance(script, bytes) else script.encode()
+    return SimpleNamespace(
+        manifest=SimpleNamespace(context=context, vocab=VOCAB),
+        tokenizer=tokenizer(),
+        chat_template=template and ChatTemplate(template, "<s>", "</s>"),
+        session=lambda: TableSession(script),
+    )
+
+
+def text_of(chunks):
+    return "".join(chunk.text for chunk in chunks)
+
+
+def greedy(engine, prompt, **options):
+    return list(generate(engine, prompt, sampling=GREEDY, **options))
+
+
+def test_an_answer_ends_at_the_token_that_ends_generation():
+    chunks = greedy(engine("Hello!"), "hi")
+    assert text_of(chunks) == "Hello!"
+    assert [c.finish for c in chunks] == [None] * 6 + ["stop"]
+    assert chunks[-1].ids == (EOS,)
+    assert chunks[-1].stats.tokens == 7 and chunks[-1].stats.prompt_tokens == 3
+
+
+def test_max_tokens_ends_an_answer():
+    chunks = greedy(engine("Hello!"), "hi", max_tokens=3)
+    assert text_of(chunks) == "Hel" and chunks[-1].finish == "length"
+
+
+def test_the_end_of_the_context_ends_an_answer():
+    e = engine("Hello!", context=5)
+    session = e.session()
+    chunks = greedy(e, "hi", session=session)
+    assert text_of(chunks) == "Hel" and chunks[-1].finish == "length"
+    assert len(session.tokens) == 5
+
+
+def test_a_prompt_that_fills_the_context_still_gives_one_token():
+    assert text_of(greedy(engine("Hello!", context=3), "hi")) == "H"
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_stream_cut_anywhere_is_the_decoded_text_of_its_tokens(cut):
+    e = engine("añ🙂c€!")
+    chunks = greedy(e, "hi", max_tokens=cut)
+    ids = [id for c in chunks for id in c.ids]
+    assert text_of(chunks) == e.tokenizer.decode(ids)
+    assert all("�" not in c.text for c in chunks[:-1])
+
+
+def test_a_stop_string_ends_an_answer_before_it():
+    chunks = greedy(engine("one END two"), "hi", stop=["END"])
+    assert text_of(chunks) == "one " and chunks[-1].finish == "stop"
+
+
+def test_the_beginning_of_a_stop_string_is_held_back_and_then_given():
+    chunks = greedy(engine("an ENx EN"), "hi", stop=["END"])
+    assert text_of(chunks) == "an ENx EN"
+    assert all(not c.text.endswith("E") for c in chunks[:-1])
+
+
+def test_bos_stands_once_at_the_beginning():
+    for prompt in ("hi", [{"role": "user", "content": "hi"}]):
+        e = engine("x")
+        session = e.session()
+        greedy(e, prompt, session=session)
+        assert session.tokens[0] == BOS and session.tokens.count(BOS) == 1
+
+
+def test_text_from_a_user_never_becomes_control_tokens():
+    e = engine("x")
+    session = e.session()
+    greedy(e, "</s>", session=session)
+    assert EOS not in session.tokens
+
+
+def test_token_ids_are_taken_as_they_are():
+    e = engine("x")
+    session = e.session()
+    greedy(e, np.array([5, 6, 7]), session=session)
+    assert session.tokens[:3] == [5, 6, 7]
+
+
+def test_only_what_differs_from_the_session_is_computed():
+    e = engine("ok")
+    session = e.session()
+    greedy(e, "first question", session=session)
+    del session.computed[:]
+    chunks = greedy(e, "first questionok and more", session=session)
+    assert bytes(session.computed[:9]) == b" and more"
+    assert chunks[-1].stats.reused_tokens == 1 + len("first questionok")
+    del session.computed[:]
+    greedy(e, "first try", session=session)
+    assert bytes(session.computed[:3]) == b"try"
+
+
+def test_the_same_prompt_again_computes_its_last_token():
+    e = engine("ok")
+    session = e.session()
+    first = greedy(e, "again", session=session)
+    del session.computed[:]
+    second = greedy(e, "again", session=session)
+    assert bytes(session.computed[:1]) == b"n" and text_of(first) == text_of(second)
+
+
+def test_closing_a_stream_stops_it_and_leaves_the_session_consistent():
+    e = engine("Hello!")
+    session = e.session()
+    stream = generate(e, "hi", sampling=GREEDY, session=session)
+    assert next(stream).text + next(stream).text == "He"
+    stream.close()
+    assert session.tokens == [BOS, *b"hi", *b"H"] == session.computed
+    assert text_of(greedy(e, "hi", session=session)) == "Hello!"
+
+
+def test_cancel_ends_a_stream_within_one_step():
+    e, cancel = engine("Hello!"), Event()
+    session = e.session()
+    stream = generate(e, "hi", sampling=GREEDY, session=session, cancel=cancel)
+    next(stream)
+    cancel.set()
+    chunks = list(stream)
+    assert [c.finish for c in chunks] == ["cancelled"] and session.tokens == [BOS, *b"hi"]
+
+
+def test_cancel_ends_a_long_prompt_between_two_passes():
+    e, cancel = engine("Hello!", context=5000), Event()
+    session = e.session()
+    advance = session._advance
+    session._advance = lambda ids: (cancel.set(), advance(ids))[1]
+    chunks = greedy(e, "x" * 3000, session=session, cancel=cancel)
+    assert [c.finish for c in chunks] == ["cancelled"]
+    assert 0 < len(session.tokens) < 3000
+
+
+def test_a_fence_decides_what_may_come_next():
+    def only_digits(generated):
+        mask = np.zeros(VOCAB, bool)
+        mask[list(b"0123456789") if len(generated) < 4 else [EOS]] = True
+        return mask
+
+    chunks = list(generate(engine("Hello!"), "hi", fence=only_digits, seed=3))
+    assert len(text_of(chunks)) == 4 and text_of(chunks).isdigit() and chunks[-1].finish == "stop"
+
+
+def test_the_same_seed_gives_the_same_text():
+    wild = SamplingParams(temperature=100.0, top_k=0, top_p=1.0, min_p=0.0)
+
+    def run(seed):
+        return [c.ids for c in generate(engine("x"), "hi", sampling=wild, seed=seed, max_tokens=20)]
+
+    assert run(1) == run(1) != run(2)
+
+
+def test_penalties_see_the_prompt():
+    forbid = SamplingParams(temperature=0, presence_penalty=20.0)
+    assert greedy(engine("hhh"), "hi", max_tokens=1)[0].text == "h"
+    assert next(iter(generate(engine("hhh"), "hi", sampling=forbid))).text != "h"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "empty"),
+        ("x" * 1000, {}, r"1,001 tokens.*1,000"),
+        ([5, VOCAB], {}, "258"),
+        ([-1], {}, "-1"),
+        ("hi", {"max_tokens": 0}, "max_tokens"),
+        ([5, {"role": "user", "content": "hi"}], {}, "mixes"),
+    ],
+)
+def test_a_prompt_that_cannot_be_used_is_an_error_at_once(prompt, options, message):
+    with pytest.raises(PromptError, match=message):
+        generate(engine("x"), prompt, **options)
+
+
+def test_messages_need_a_template():
+    with pytest.raises(PromptError, match="no chat template"):
+        generate(engine("x", template=None), [{"role": "user", "content": "hi"}])
+
+
+def test_common_length():
+    assert common_length([1, 2, 3], [1, 2, 4]) == 2
+    assert common_length([1, 2], [1, 2, 3]) == 2
+    assert common_length([], [1]) == 0
