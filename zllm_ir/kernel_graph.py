@@ -11,18 +11,26 @@ Calling convention of every kernel:
 op's order, then one for each result. A written state is an operand only: it is updated in place. Each thread
 does its own share and never waits for another inside a kernel. Row 0 … T−1 of every value lie `stride`
 elements (or `row_bytes`, for `a8`) apart. Rows at and after T are never touched.
+
+Values start at a multiple of 64 bytes and their strides are multiples of 16 elements (ROW_PAD); a kernel may
+write anything to the padding after a row of its results. A linear's residual may be the memory of its result.
+Weights that aren't the matrix of a `linear` or `embedding` are kept as f32, padded like a row.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from zllmc.zllm_ir.errors import IRError
 from zllmc.zllm_ir.fused_ops import GROUP
 from zllmc.zllm_ir.graph import Attr, Value
-from zllmc.zllm_ir.types import Dim, KVType, TensorType
+from zllmc.zllm_ir.types import Dim, KVType, R, T, TensorType
 
+ROW_PAD = 16  # elements that rows in memory are padded to
 KEY_BLOCK = 16  # keys whose elements interleave in the cache: one score vector of every target
 
 
@@ -37,10 +45,7 @@ class Operand:
     @property
     def width(self) -> int:
         """Elements of one row: all axes but the first."""
-        elements = 1
-        for d in self.type.shape[1:]:
-            elements *= int(d)
-        return elements
+        return prod(int(d) for d in self.type.shape[1:])
 
     @property
     def single_row(self) -> bool:
@@ -72,13 +77,82 @@ class KernelCall:
         return dict(self.attrs)
 
 
+def symbol(call: KernelCall) -> str:
+    """The name of the call's kernel: equal calls have equal names, in every process."""
+    operands = (o.type.dtype for o in call.operands if isinstance(o, Operand))
+    formats = [dtype for dtype in dict.fromkeys(operands) if dtype not in ("f32", "i32", "a8")]
+    return "_".join([call.op, *formats, hashlib.sha256(repr(call).encode()).hexdigest()[:12]])
+
+
 @dataclass(frozen=True)
 class KernelNode:
-    """One kernel call with the graph's values that it reads and writes."""
+    """One kernel call with the graph's values that it reads and writes. A state is always the graph's own
+    (`kv.0`), whichever version of it the model graph names."""
 
     call: KernelCall
     inputs: tuple[Value | None, ...]
     outputs: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """A value that is part of another: it starts `offset` elements into each row of `base`."""
+
+    base: Value
+    offset: int
+
+
+@dataclass(frozen=True)
+class KernelGraph:
+    """One entry point as kernel calls in order. `inputs`, `weights` and `states` are the model graph's;
+    `outputs` are its tensors, without the states.
+
+    `max_tokens` and `max_rows` are the largest T and R that buffers have room for.
+    """
+
+    name: str
+    inputs: tuple[Value, ...]
+    weights: tuple[Value, ...]
+    states: tuple[Value, ...]
+    nodes: tuple[KernelNode, ...]
+    outputs: tuple[Value, ...]
+    views: Mapping[Value, View]
+    max_tokens: int
+    max_rows: int
+
+    def place(self, value: Value) -> View:
+        """The value that owns the memory, and where `value` starts in its rows."""
+        return self.views.get(value, View(value, 0))
+
+    def results(self) -> dict[Value, Operand]:
+        """What the kernels compute, in order, and how it lies in memory."""
+        return {v: r for node in self.nodes for v, r in zip(node.outputs, node.call.results, strict=True)}
+
+    def bytes_of(self, operand: Operand) -> int:
+        """Bytes that a computed value takes at most."""
+        return value_bytes(operand, self.max_tokens, self.max_rows)
+
+
+def print_kernels(graph: KernelGraph) -> str:
+    """The kernel graph as text, one call a line; `%7+64` starts 64 elements into the rows of %7."""
+    declared = {*graph.inputs, *graph.weights, *graph.states}
+
+    def reference(value: Value | None) -> str:
+        if value is None:
+            return "-"
+        place = graph.place(value)
+        offset = f"+{place.offset}" if place.offset else ""
+        return f"{'@' if place.base in declared else '%'}{place.base.name}{offset}"
+
+    lines = [f"kernels {graph.name}: {graph.max_tokens} tokens, {graph.max_rows} rows"]
+    for node in graph.nodes:
+        results = ", ".join(
+            f"%{v.name}: {r.type} / {r.stride}" for v, r in zip(node.outputs, node.call.results, strict=True)
+        )
+        operands = ", ".join(map(reference, node.inputs))
+        attrs = f" {node.call.attributes!r}" if node.call.attrs else ""
+        lines.append(f"{results or '()'} = {symbol(node.call)}({operands}){attrs}")
+    return "\n".join([*lines, "return " + ", ".join(map(reference, graph.outputs))]) + "\n"
 
 
 def activation_row_bytes(width: int) -> int:
@@ -88,20 +162,22 @@ def activation_row_bytes(width: int) -> int:
     return -(-(width + 2 * 4 * (width // GROUP) + 2 * (width // 16)) // 64) * 64
 
 
-def row_bytes(dtype: str, width: int) -> int:
-    """Bytes of one row of a value in the arena."""
-    match dtype:
+def value_bytes(operand: Operand, tokens: int, rows: int) -> int:
+    """Bytes of a computed value, padding included, when T is `tokens` and R is `rows`."""
+    first = operand.type.shape[0]
+    count = {T: tokens, R: rows}.get(first) or int(first)
+    match operand.type.dtype:
         case "f32" | "i32":
-            return 4 * width
+            return count * 4 * operand.stride
         case "a8":
-            return activation_row_bytes(width)
-    raise IRError(f"{dtype} values have no row layout")
+            return count * activation_row_bytes(operand.width)
+    raise IRError(f"{operand.type} is no value that kernels compute")
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Byte offsets within one layer's KV buffer. Keys interleave by KEY_BLOCK so that a vector of scores needs
-    no horizontal sum; values lie row by row.
+    """Byte offsets within one layer's KV buffer. Keys interleave by KEY_BLOCK so that a vector of scores
+    needs no horizontal sum; values lie row by row.
 
     f16: keys f16 [kv_heads][capacity/16][head_dim][16], values f16 [kv_heads][capacity][head_dim].
     q8: the same with int8 codes, and f16 scales of each 64 elements along head_dim: key scales

@@ -1,0 +1,130 @@
+"""From kernel graphs to the execution plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from zllmc.passes.memory import MemoryPlan, plan_memory
+from zllmc.passes.schedule import Span, accesses, barriers
+from zllmc.zllm_ir.errors import IRError
+from zllmc.zllm_ir.graph import Value
+from zllmc.zllm_ir.kernel_graph import KernelCall, KernelGraph, KVOperand, Operand, symbol
+from zllmc.zllm_ir.plan import (
+    CONTROL_FIRST_ROW,
+    CONTROL_WORDS,
+    Buffer,
+    EntryPoint,
+    Launch,
+    Plan,
+    Pointer,
+)
+from zllmc.zllm_ir.types import TensorType
+
+_IO = ("tokens", "positions", "control", "logits")
+
+
+def kernel_calls(graphs: Iterable[KernelGraph]) -> dict[str, KernelCall]:
+    """Every kernel that the graphs need, by symbol, each once."""
+    return {symbol(node.call): node.call for graph in graphs for node in graph.nodes}
+
+
+def stored_weights(graphs: Iterable[KernelGraph]) -> dict[str, TensorType]:
+    """The weights that the kernels read and the type in which they read each: what to pack.
+
+    Raises an IRError where two kernels read the same weight in different types.
+    """
+    stored: dict[str, TensorType] = {}
+    for graph in graphs:
+        weights = set(graph.weights)
+        for value, operand in _operands(graph):
+            if value in weights and isinstance(operand, Operand):
+                type = stored.setdefault(value.name, operand.type)
+                if type != operand.type:
+                    raise IRError(f"{value.name} is read as {type} and as {operand.type}")
+    return stored
+
+
+def make_plan(graphs: Mapping[str, KernelGraph], weights: Mapping[str, tuple[int, int]]) -> Plan:
+    """The plan of all entry points, `graphs` by name; `weights` gives the offset and bytes of each in the
+    weight file.
+
+    Buffers, in order: weights, arena, every layer's state, tokens, positions, control, logits. All entry
+    points share them. A row of logits is padded to a multiple of ROW_PAD numbers.
+    """
+    memory = {name: plan_memory(graph) for name, graph in graphs.items()}
+    buffers = [
+        Buffer("weights", "weights", max((offset + size for offset, size in weights.values()), default=0)),
+        Buffer("arena", "arena", max(m.peak for m in memory.values())),
+        *_states(graphs.values()),
+        *_io(graphs.values()),
+    ]
+    numbers = {buffer.name: i for i, buffer in enumerate(buffers)}
+    if len(numbers) != len(buffers):
+        raise IRError(f"buffers with the same name: {', '.join(b.name for b in buffers)}")
+    entries = [_entry(graph, memory[name], numbers, weights) for name, graph in graphs.items()]
+    return Plan(tuple(buffers), tuple(entries))
+
+
+def _operands(graph: KernelGraph) -> Iterator[tuple[Value, Operand | KVOperand]]:
+    """Everything that kernels of the graph are given."""
+    for node in graph.nodes:
+        for value, operand in zip(node.inputs, node.call.operands, strict=True):
+            if value is not None and operand is not None:
+                yield value, operand
+
+
+def _states(graphs: Iterable[KernelGraph]) -> list[Buffer]:
+    states: dict[str, KVOperand] = {}
+    for graph in graphs:
+        for value, operand in _operands(graph):
+            if isinstance(operand, KVOperand) and states.setdefault(value.name, operand) != operand:
+                raise IRError(f"{value.name} is {operand} and {states[value.name]}")
+    return [Buffer(name, "state", operand.layout.bytes) for name, operand in states.items()]
+
+
+def _io(graphs: Iterable[KernelGraph]) -> list[Buffer]:
+    tokens = max(graph.max_tokens for graph in graphs)
+    logits = max(graph.bytes_of(graph.results()[graph.outputs[0]]) for graph in graphs)
+    sizes = (4 * tokens, 4 * tokens, 4 * CONTROL_WORDS, logits)
+    return [Buffer(name, "io", size) for name, size in zip(_IO, sizes, strict=True)]
+
+
+def _entry(
+    graph: KernelGraph, memory: MemoryPlan, numbers: Mapping[str, int], weights: Mapping[str, tuple[int, int]]
+) -> EntryPoint:
+    (logits,) = graph.outputs
+    fixed = {w: Pointer(numbers["weights"], weights[w.name][0]) for w in graph.weights if w.name in weights}
+    fixed |= {s: Pointer(numbers[s.name], 0) for s in graph.states if s.name in numbers}
+    fixed |= {v: Pointer(numbers["arena"], offset) for v, offset in memory.offsets.items()}
+    fixed[logits] = Pointer(numbers["logits"], 0)
+    control = Pointer(numbers["control"], 0)
+    for value in graph.inputs:
+        # The first row with logits is a word of the control block.
+        fixed[value] = (
+            Pointer(control.buffer, 4 * CONTROL_FIRST_ROW)
+            if value.name == "first_row"
+            else Pointer(numbers[value.name], 0)
+        )
+    results = graph.results()
+
+    def pointer(value: Value) -> Pointer:
+        place = graph.place(value)
+        start = fixed[place.base]
+        return Pointer(start.buffer, start.offset + 4 * place.offset)
+
+    def span(value: Value) -> Span:
+        base = graph.place(value).base
+        start = fixed[base]
+        size = graph.bytes_of(results[base]) if base in results else 1
+        return Span(start.buffer, start.offset, start.offset + size)
+
+    after = barriers(accesses(graph, span))
+    launches = [
+        Launch(
+            symbol(node.call),
+            (control, *(pointer(v) for v in (*node.inputs, *node.outputs) if v is not None)),
+            barrier,
+        )
+        for node, barrier in zip(graph.nodes, after, strict=True)
+    ]
+    return EntryPoint(graph.name, graph.max_tokens, graph.max_rows, tuple(launches))
