@@ -19,6 +19,8 @@ from zllmc.targets.cpu import CpuTarget
 from zllmc.zllm_ir.fused_ops import GROUP
 from zllmc.zllm_ir.kernel_graph import KernelCall, activation_row_bytes
 
+__all__ = ["quantize"]
+
 _NEGLIGIBLE = 1e-36  # a smaller peak counts as 0: 127 / peak must not overflow
 
 
@@ -58,11 +60,14 @@ class ActivationRows:
 
 
 def max_magnitude(values: Sequence[Expr]) -> Expr:
-    """max |x| over all elements of some f32 vectors: the bits of magnitudes order like integers."""
-    lanes = lanes_of(values[0])
-    magnitudes = [bits(absolute(v), typed("int32", lanes)) for v in values]
-    vector = functools.reduce(tirx.max, magnitudes)
-    return bind(bits(llvm("llvm.vector.reduce.smax", "int32", vector), "float32"))
+    """max |x| over all elements of f32 vectors of any widths: the bits of magnitudes order like integers."""
+    by_lanes: dict[int, Expr] = {}
+    for value in values:
+        lanes = lanes_of(value)
+        magnitude = bits(absolute(value), typed("int32", lanes))
+        by_lanes[lanes] = tirx.max(by_lanes[lanes], magnitude) if lanes in by_lanes else magnitude
+    peaks = [m if n == 1 else llvm("llvm.vector.reduce.smax", "int32", m) for n, m in by_lanes.items()]
+    return bind(bits(functools.reduce(tirx.max, peaks), "float32"))
 
 
 def round_to_int(x: Expr) -> Expr:

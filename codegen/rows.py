@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from tvm import tirx
 
@@ -19,7 +20,7 @@ BLOCK = 32  # elements that one thread takes at a time: two cache lines, and one
 _ELEMENTS = {"f32": "float32", "i32": "int32", "a8": "int8"}
 
 
-def signature(call: KernelCall) -> dict[str, str]:
+def signature(call: KernelCall) -> dict[str, Any]:
     """The pointers of the calling convention with their element types, for `tir.Kernel`: control, the present
     operands by the op's names, the results."""
     present = [(n, o) for n, o in zip(OPS[call.op].operands, call.operands, strict=True) if o is not None]

@@ -145,14 +145,15 @@ def sin_cos(angle: Expr) -> tuple[Expr, Expr]:
     cosine = bind(polynomial(square, [(-1) ** i / math.factorial(2 * i) for i in range(7)], "float64"))
     quadrant = bind(cast(n, "int32"))
 
-    def bit(value: Expr, mask: int) -> Expr:
+    def has(value: Expr, mask: int) -> Expr:
         return tirx.NE(value & const(mask, "int32", lanes), const(0, "int32", lanes))
 
-    odd = bind(bit(quadrant, 1))
-    s, c_ = tirx.Select(odd, cosine, sine), tirx.Select(odd, sine, cosine)
-    s = tirx.Select(bit(quadrant, 2), c(0.0) - s, s)
-    c_ = tirx.Select(bit(quadrant + const(1, "int32", lanes), 2), c(0.0) - c_, c_)
-    return s, c_
+    swapped_sine = bind(tirx.Select(has(quadrant, 1), cosine, sine))
+    swapped_cosine = bind(tirx.Select(has(quadrant, 1), sine, cosine))
+    return (
+        tirx.Select(has(quadrant, 2), c(0.0) - swapped_sine, swapped_sine),
+        tirx.Select(has(quadrant + const(1, "int32", lanes), 2), c(0.0) - swapped_cosine, swapped_cosine),
+    )
 
 
 def sum_lanes(x: Expr) -> Expr:

@@ -1,0 +1,319 @@
+"""Rotary position embedding and the KV cache's write side.
+
+A unit of work is one head of one token: of the queries, the keys or the values. So one token's heads are
+shared by the threads as well as many tokens' are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from zllmc.codegen.norm import inverse_rms
+from zllmc.codegen.quantize import max_magnitude, round_to_int
+from zllmc.codegen.rows import for_blocks, for_pieces, pieces, row_count, share, signature, tensors
+from zllmc.codegen.tir import (
+    Expr,
+    Kernel,
+    Memory,
+    bind,
+    broadcast,
+    cast,
+    choose,
+    const,
+    lanes_of,
+    local,
+    serial,
+)
+from zllmc.codegen.vector_math import fma, sin_cos
+from zllmc.targets.cpu import CpuTarget
+from zllmc.zllm_ir.errors import IRError
+from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, KVOperand, Operand
+from zllmc.zllm_ir.op import OPS
+from zllmc.zllm_ir.plan import CONTROL_CACHED
+from zllmc.zllm_ir.rope import rope_frequencies
+
+__all__ = ["kv_append", "rope", "rope_append", "rope_table"]
+
+_SCALE_GROUP = 64  # elements of a q8 key or value that share a scale
+
+
+def rope_table(call: KernelCall, target: CpuTarget, name: str) -> Any:
+    """cos and sin f32 (T, dims/2) at i32 positions (T,); angles are reduced in float64."""
+    attrs = OPS[call.op].bind_attrs(call.attributes)
+    half = attrs["dims"] // 2
+    # Factors divide θ, and every frequency is linear in θ: they can divide at run time what is made without.
+    frequencies, magnitude = rope_frequencies(None, **attrs)
+    with Kernel(name, **signature(call)) as k:
+        control, positions, *factors, cos, sin = k.arguments
+        table = _constants(frequencies)
+
+        def block(row: Expr, column: Expr, _vectors: list[tuple[int, int]]) -> None:
+            position = bind(cast(positions.load(row), "float64"))
+            for offset, n in _vectors:
+                frequency = table.load(column + offset, n)
+                if factors:
+                    frequency = frequency / cast(factors[0].load(column + offset, n), "float64")
+                for memory, operand, value in zip(
+                    (cos, sin),
+                    call.results,
+                    reversed(sin_cos(bind(broadcast(position, n) * frequency))),
+                    strict=True,
+                ):
+                    scaled = value * const(magnitude, "float64", n)
+                    memory.store(row * operand.stride + column + offset, cast(scaled, "float32"))
+
+        for_blocks(k, row_count(tensors(call)[0], control), half, target.lanes // 2, block)
+    return k.function
+
+
+def _constants(values: np.ndarray[Any, np.dtype[np.float64]]) -> Memory:
+    """A table on the stack: cheaper to fill than to find a place for in the calling convention."""
+    table = local("float64", len(values))
+    for i, value in enumerate(values):
+        table.store(i, const(float(value), "float64"))
+    return table
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """What happens to one head of queries or keys: an optional norm, then an optional rotation."""
+
+    head_dim: int
+    lanes: int
+    style: str
+    cos: Memory | None
+    sin: Memory | None
+    stride: int  # of the tables
+    half: int  # pairs that turn; elements past 2 · half are kept
+    eps: float
+
+    def apply(
+        self,
+        x: Memory,
+        start: Expr,
+        gain: Memory | None,
+        gain_start: Expr,
+        token: Expr,
+        y: Memory,
+        sink: Expr,
+    ) -> None:
+        """y[sink …] = the head x[start …] of `token`."""
+        inverse = None if gain is None else inverse_rms(x, start, self.head_dim, self.lanes, self.eps)
+        angle = bind(token * self.stride)
+
+        def load(index: Expr, n: int) -> Expr:
+            value = x.load(start + index, n)
+            if gain is None:
+                return value
+            return value * broadcast(inverse, n) * gain.load(gain_start + index, n)
+
+        def turn(first: Expr, second: Expr, pair: Expr, n: int) -> None:
+            a, b = bind(load(first, n)), bind(load(second, n))
+            c, s = (bind(m.load(angle + pair, n)) for m in (self.cos, self.sin) if m is not None)
+            y.store(sink + first, a * c - b * s)
+            y.store(sink + second, fma(a, s, b * c))
+
+        def neox(offset: Expr, n: int, _i: int) -> None:
+            turn(offset, self.half + offset, offset, n)
+
+        def adjacent(offset: Expr, n: int, _i: int) -> None:
+            """Vectors of whole pairs: x · (c₀ c₀ c₁ c₁ …) + swapped x · (−s₀ s₀ −s₁ s₁ …)."""
+            pair = tirx.truncdiv(offset, 2)
+            if n == 2:
+                turn(offset, offset + 1, pair, 1)
+                return
+            value = bind(load(offset, n))
+            c, s = (bind(m.load(angle + pair, n // 2)) for m in (self.cos, self.sin) if m is not None)
+            signed = _interleave(const(0.0, "float32", n // 2) - s, s)
+            swapped = tirx.Shuffle([value], [i ^ 1 for i in range(n)])
+            y.store(sink + offset, fma(value, _interleave(c, c), swapped * signed))
+
+        if self.half:
+            pairwise = self.style == "norm"
+            for_pieces(self.half * (1 + pairwise), self.lanes, 2, adjacent if pairwise else neox)
+        kept = 2 * self.half
+        for_pieces(
+            self.head_dim - kept, self.lanes, 2, lambda i, n, _: y.store(sink + kept + i, load(kept + i, n))
+        )
+
+
+def _interleave(a: Expr, b: Expr) -> Expr:
+    """a₀ b₀ a₁ b₁ …"""
+    n = lanes_of(a)
+    return tirx.Shuffle([a, b], [i // 2 + i % 2 * n for i in range(2 * n)])
+
+
+class _Cache:
+    """One layer's KV buffer at one position of one head, for writing; see `kernel_graph.KVLayout`."""
+
+    def __init__(self, state: Memory, operand: KVOperand, lanes: int) -> None:
+        self._type, self._layout, self._capacity = operand.type, operand.layout, operand.capacity
+        self._lanes = lanes
+        self._quantized = self._type.storage == "q8"
+        self._elements = state.view("int8" if self._quantized else "float16")
+        self._scales = state.view("float16")
+
+    def put_key(self, x: Memory, start: Expr, head: Expr, position: Expr) -> None:
+        """The key x[start …]: its elements lie KEY_BLOCK apart, between those of nearby positions."""
+        block, slot = tirx.truncdiv(position, KEY_BLOCK), tirx.truncmod(position, KEY_BLOCK)
+        block = bind(_wide(head) * (self._capacity // KEY_BLOCK) + block)
+        row = (block, slot, KEY_BLOCK)
+        self._put(x, start, row, self._layout.keys, self._layout.key_scales)
+
+    def put_value(self, x: Memory, start: Expr, head: Expr, position: Expr) -> None:
+        row = (bind(_wide(head) * self._capacity + position), 0, 1)
+        self._put(x, start, row, self._layout.values, self._layout.value_scales)
+
+    def _put(
+        self, x: Memory, start: Expr, row: tuple[Expr, Expr, int], offset: int, scales_offset: int
+    ) -> None:
+        """Element i goes to (row · head_dim + i) · apart + slot from `offset`, given row, slot and apart."""
+        index, slot, apart = row
+        width = self._type.head_dim
+        elements = self._elements.from_(
+            offset // (1 if self._quantized else 2) + index * (width * apart) + slot
+        )
+        if not self._quantized:
+            for_pieces(
+                width,
+                self._lanes,
+                2,
+                lambda i, n, _: _scatter(elements, i * apart, apart, cast(x.load(start + i, n), "float16")),
+            )
+            return
+        scales = self._scales.from_(scales_offset // 2 + index * (self._layout.groups * apart) + slot)
+        for group in range(self._layout.groups):
+            first = group * _SCALE_GROUP
+            vectors = pieces(min(_SCALE_GROUP, width - first), self._lanes)
+            values = [bind(x.load(start + first + i, n)) for i, n in vectors]
+            scale = bind(cast(max_magnitude(values) / const(127.0, "float32"), "float16"))
+            scales.store(group * apart, scale)
+            wide = bind(cast(scale, "float32"))
+            # A scale that rounds to 0 belongs to values that round to 0 also when divided by 1.
+            divisor = bind(tirx.Select(wide > const(0.0, "float32"), wide, const(1.0, "float32")))
+            for (i, n), value in zip(vectors, values, strict=True):
+                code = round_to_int(value / broadcast(divisor, n))
+                code = tirx.max(tirx.min(code, const(127, "int32", n)), const(-127, "int32", n))
+                _scatter(elements, (first + i) * apart, apart, cast(code, "int8"))
+
+
+def _wide(index: Expr) -> Expr:
+    """64 bits: a long cache has more than 2³¹ elements."""
+    return cast(index, "int64")
+
+
+def _scatter(memory: Memory, index: Expr, apart: int, value: Expr) -> None:
+    lanes = lanes_of(value)
+    T.buffer_store(memory.buffer, value, [index if lanes == 1 else T.ramp(index, apart, lanes)])
+
+
+def rope_append(call: KernelCall, target: CpuTarget, name: str) -> Any:
+    """q (T, H·E) normed and rotated → (T, H, E); k and v (T, K·E) into the cache, k normed and rotated."""
+    names = OPS[call.op].operands
+    types: dict[str, Any] = dict(zip(names, call.operands, strict=True))
+    present = [n for n in names if types[n] is not None]
+    (result,) = call.results
+    state: KVOperand = types["state"]
+    heads, kv_heads, head_dim = call.attributes["heads"], state.type.kv_heads, state.type.head_dim
+    with Kernel(name, **signature(call)) as k:
+        control, *given, out = k.arguments
+        memory: dict[str, Memory] = dict(zip(present, given, strict=True))
+        rotation = _rotation(call, target, head_dim, memory, types)
+        cache = _Cache(memory["state"], state, target.lanes)
+        cached = bind(control.load(CONTROL_CACHED))
+        scratch = local("float32", head_dim)
+
+        def start(operand: str, token: Expr, head: Expr) -> Expr:
+            return bind(token * types[operand].stride + head * head_dim)
+
+        def gain_start(operand: str, head: Expr) -> Expr:
+            per_head = operand in memory and len(types[operand].type.shape) == 2
+            return head * head_dim if per_head else 0
+
+        def query(token: Expr, head: Expr) -> None:
+            sink = bind(token * result.stride + head * head_dim)
+            gain = memory.get("q_norm"), gain_start("q_norm", head)
+            rotation.apply(memory["q"], start("q", token, head), *gain, token, out, sink)
+
+        def key(token: Expr, head: Expr) -> None:
+            gain = memory.get("k_norm"), gain_start("k_norm", head)
+            rotation.apply(memory["k"], start("k", token, head), *gain, token, scratch, 0)
+            cache.put_key(scratch, 0, head, cached + token)
+
+        def value(token: Expr, head: Expr) -> None:
+            cache.put_value(memory["v"], start("v", token, head), head, cached + token)
+
+        begin, end = share(k, row_count(types["q"], control) * (heads + 2 * kv_heads))
+        with serial(begin, end) as unit:
+            token = bind(tirx.truncdiv(unit, heads + 2 * kv_heads))
+            head = bind(unit - token * (heads + 2 * kv_heads))
+            choose(
+                head < heads,
+                lambda: query(token, head),
+                lambda: choose(
+                    head < heads + kv_heads,
+                    lambda: key(token, head - heads),
+                    lambda: value(token, head - (heads + kv_heads)),
+                ),
+            )
+    return k.function
+
+
+def _rotation(
+    call: KernelCall, target: CpuTarget, head_dim: int, memory: dict[str, Memory], types: dict[str, Any]
+) -> _Rotation:
+    table: Operand | None = types["cos"]
+    style = call.attributes.get("style", "norm")
+    if style not in ("norm", "neox"):
+        raise IRError(f"unknown rope style {style!r}: one of norm, neox")
+    return _Rotation(
+        head_dim,
+        target.lanes,
+        style,
+        memory.get("cos"),
+        memory.get("sin"),
+        table.stride if table else 0,
+        table.width if table else 0,
+        call.attributes.get("eps", 0.0),
+    )
+
+
+def rope(call: KernelCall, target: CpuTarget, name: str) -> Any:
+    """The rotation of x (T, heads, E) alone."""
+    types: dict[str, Any] = dict(zip(OPS[call.op].operands, call.operands, strict=True))
+    (result,) = call.results
+    _, heads, head_dim = types["x"].type.shape
+    with Kernel(name, **signature(call)) as k:
+        control, x, cos, sin, y = k.arguments
+        rotation = _rotation(call, target, head_dim, {"cos": cos, "sin": sin}, types)
+        begin, end = share(k, row_count(types["x"], control) * heads)
+        with serial(begin, end) as unit:
+            token = bind(tirx.truncdiv(unit, heads))
+            column = bind((unit - token * heads) * head_dim)
+            source, sink = (bind(token * o.stride + column) for o in (types["x"], result))
+            rotation.apply(x, source, None, 0, token, y, sink)
+    return k.function
+
+
+def kv_append(call: KernelCall, target: CpuTarget, name: str) -> Any:
+    """Keys and values (T, K, E) into the cache."""
+    state: Any = call.operands[0]
+    k_type, v_type = tensors(call)
+    kv_heads, head_dim = state.type.kv_heads, state.type.head_dim
+    with Kernel(name, **signature(call)) as k:
+        control, buffer, keys, values = k.arguments
+        cache = _Cache(buffer, state, target.lanes)
+        cached = bind(control.load(CONTROL_CACHED))
+        begin, end = share(k, row_count(k_type, control) * kv_heads)
+        with serial(begin, end) as unit:
+            token = bind(tirx.truncdiv(unit, kv_heads))
+            head = bind(unit - token * kv_heads)
+            position = bind(cached + token)
+            cache.put_key(keys, bind(token * k_type.stride + head * head_dim), head, position)
+            cache.put_value(values, bind(token * v_type.stride + head * head_dim), head, position)
+    return k.function
