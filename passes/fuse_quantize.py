@@ -10,7 +10,6 @@ from zllmc.zllm_ir.graph import Graph, Node
 _QUANTIZING = {
     "rms_norm": "rms_norm_quantize",
     "glu": "glu_quantize",
-    "attention_rows": "attention_quantize",
     "attention_merge": "attention_merge_quantize",
 }
 

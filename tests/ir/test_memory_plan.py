@@ -239,9 +239,9 @@ def test_projections_of_the_same_input_run_together(conformance: pathlib.Path) -
         assert len(set(group[norm + 1 : norm + 4])) == 1  # q, k, v
         glu = ops.index("glu_quantize")
         assert group[glu - 2] == group[glu - 1] < group[glu]  # gate, up
-        # norm, qkv, rope, attention (in decode two), output, norm, gate and up, glu, down: each waits once.
-        layer, ends = (10, 3) if entry.name == "decode" else (9, 4)
-        assert group[-1] + 1 == layer * model.facts.layers + ends
+        # norm, qkv, rope, attention in two steps, output, norm, gate and up, glu, down: each waits once.
+        ends = {"decode": 3, "prefill": 4}[entry.name]  # embedding, select_rows in prefill, norm, head
+        assert group[-1] + 1 == 10 * model.facts.layers + ends
 
 
 def test_the_residual_stream_stays_in_one_place(conformance: pathlib.Path) -> None:
