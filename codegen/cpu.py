@@ -13,7 +13,7 @@ from typing import Any
 import tvm
 from tvm.target import Target
 
-from zllmc.codegen import attention, elementwise, embedding, linear, norm, quantize, rope_kv
+from zllmc.codegen import attention, attention_decode, elementwise, embedding, linear, norm, quantize, rope_kv
 from zllmc.codegen.build_object import compile_object
 from zllmc.codegen.cpu_executor import executor_object
 from zllmc.targets.cpu import CpuTarget
@@ -22,17 +22,29 @@ from zllmc.zllm_ir.kernel_graph import KernelCall, symbol
 
 Family = Callable[[KernelCall, CpuTarget, str], Any]
 
-_MODULES = (attention, elementwise, embedding, linear, norm, quantize, rope_kv)
+# An op's kernel family is the function of the op's name in its module.
+FAMILIES: dict[str, Family] = {
+    op: getattr(module, op)
+    for module, ops in (
+        (attention, ("attention_rows",)),
+        (attention_decode, ("attention_partial", "attention_merge", "attention_merge_quantize")),
+        (elementwise, ("activation", "add", "glu", "glu_quantize", "scale", "select_rows", "softcap")),
+        (embedding, ("embedding",)),
+        (linear, ("linear",)),
+        (norm, ("layer_norm", "norm_add", "rms_norm", "rms_norm_quantize")),
+        (quantize, ("quantize",)),
+        (rope_kv, ("kv_append", "rope", "rope_append", "rope_table")),
+    )
+    for op in ops
+}
 
 
 def family_of(op: str) -> Family:
     """The kernel family of that op; an error that names the supported ones where there is none."""
-    for module in _MODULES:
-        if op in module.__all__:
-            family: Family = getattr(module, op)
-            return family
-    known = sorted(name for module in _MODULES for name in module.__all__)
-    raise ZllmcError(f"no CPU kernel for op {op!r}; there are kernels for {', '.join(known)}")
+    if op not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ZllmcError(f"no CPU kernel for op {op!r}; there are kernels for {known}")
+    return FAMILIES[op]
 
 
 def build_kernel(call: KernelCall, target: CpuTarget, cache_folder: Path | None = None) -> bytes:

@@ -151,7 +151,8 @@ class Engine:
             part = ids[start : start + prefill.max_tokens]
             entry = self._entries["decode"] if len(part) == 1 else prefill
             self._run(session, entry, part, first_row=len(part) - 1)
-        return self._logits[0]
+        logits: Logits = self._logits[0]
+        return logits
 
     def _run(self, session: Session, entry: EntryPoint, ids: Sequence[int], *, first_row: int) -> None:
         count, cached = len(ids), len(session.tokens)

@@ -33,7 +33,8 @@ def _quantize(x: Array) -> Array:
     peak = np.abs(groups).max(axis=-1, keepdims=True)
     scale = (peak / np.float32(127)).astype(np.float32)
     inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
-    return (np.rint(groups * inverse) * scale).reshape(x.shape).astype(np.float32)
+    rounded: Array = (np.rint(groups * inverse) * scale).reshape(x.shape).astype(np.float32)
+    return rounded
 
 
 @register(infer=_a8)
@@ -111,9 +112,3 @@ def _infer_attention_rows(q: TensorType, state: KVType, **_attrs: Any) -> Tensor
 def attention_rows(q: Array, state: Any, *, scale: float, window: int = 0, softcap: float = 0.0) -> Array:
     """merge_heads(attention(q, state)): (T, H, E) → (T, H·E)."""
     return ops.merge_heads(ops.attention(q, state, scale=scale, window=window, softcap=softcap))
-
-
-@register(infer=lambda q, state, **attrs: _a8(_infer_attention_rows(q, state)))
-def attention_quantize(q: Array, state: Any, *, scale: float, window: int = 0, softcap: float = 0.0) -> Array:
-    """quantize(attention_rows(q, state))."""
-    return _quantize(attention_rows(q, state, scale=scale, window=window, softcap=softcap))

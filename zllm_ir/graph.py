@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import zllmc.zllm_ir.attention_ops
+import zllmc.zllm_ir.fused_ops
+import zllmc.zllm_ir.ops  # noqa: F401  (all three register their ops)
 from zllmc.zllm_ir.errors import IRError
 from zllmc.zllm_ir.op import OPS, Op
 from zllmc.zllm_ir.types import KVType, TensorType, Type

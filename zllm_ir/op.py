@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from zllmc.zllm_ir.errors import IRError
 from zllmc.zllm_ir.types import Type
@@ -81,13 +81,15 @@ class Op:
 
 OPS: dict[str, Op] = {}
 
+Reference = TypeVar("Reference", bound=Callable[..., Any])
+
 
 def register(
     infer: Callable[..., Type | tuple[Type, ...]], writes: str | None = None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[Reference], Reference]:
     """Declare the decorated numpy reference as the op of its name."""
 
-    def declare(reference: Callable[..., Any]) -> Callable[..., Any]:
+    def declare(reference: Reference) -> Reference:
         parameters = inspect.signature(reference).parameters.values()
         operands = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         attrs = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}

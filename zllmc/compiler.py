@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,15 +20,15 @@ from zllmc.codegen.packing import ROW_PAD, layout_of, pack_rows
 from zllmc.frontends.chat_template import chat_templates_from_gguf, chat_templates_from_hf
 from zllmc.frontends.model import Model, load_model
 from zllmc.frontends.tokenizer import TokenizerBundle, tokenizer_from_gguf, tokenizer_from_hf
-from zllmc.passes.pipeline import lower_entry
-from zllmc.passes.plan import make_plan
+from zllmc.passes.lower import lower
+from zllmc.passes.pipeline import run_passes
+from zllmc.passes.plan import kernel_calls, make_plan, stored_weights
 from zllmc.runtime.artifact import FORMAT_VERSION, Manifest, Source
 from zllmc.targets import cpu
 from zllmc.targets.cpu import CpuTarget
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.formats import FORMATS, decode, row_bytes
-from zllmc.zllm_ir.graph import Value
-from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, symbol
+from zllmc.zllm_ir.kernel_graph import KEY_BLOCK
 from zllmc.zllm_ir.types import KVType, TensorType
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -66,31 +65,35 @@ def compile_model(
     tokenizer, template = _texts(source)
 
     graphs = {
-        name: lower_entry(
-            source.graph,
-            name,
+        name: lower(
+            run_passes(
+                source.graph,
+                tokens=tokens,
+                context=capacity,
+                dump=dump_ir / name if dump_ir else None,
+                check=verify,
+            ),
+            name=name,
             context=capacity,
-            max_tokens=MAX_TOKENS,
-            max_rows=MAX_ROWS,
-            dump=dump_ir,
-            check=verify,
+            max_tokens=tokens or MAX_TOKENS,
+            max_rows=tokens or MAX_ROWS,
         )
-        for name in ("decode", "prefill")
+        for name, tokens in (("decode", 1), ("prefill", None))
     }
-    calls = list(dict.fromkeys(node.call for graph in graphs.values() for node in graph.nodes))
-    matrices = _matrices(graphs)
-    offsets, weights_bytes = _weight_offsets(source, matrices, device)
-    plan = make_plan(graphs, offsets, weights_bytes)
+    calls = kernel_calls(graphs.values())
+    stored = stored_weights(graphs.values())
+    offsets, weights_bytes = _weight_offsets(source, stored, device)
+    plan = make_plan(graphs, offsets)
 
     with _atomic_folder(Path(output)) as folder:
         kernels = folder / "kernels"
         kernels.mkdir()
-        for done, call in enumerate(calls):
+        for done, (symbol, call) in enumerate(calls.items()):
             progress("kernels", done, len(calls))
-            (kernels / f"{symbol(call)}.o").write_bytes(build_kernel(call, device, kernel_cache))
+            (kernels / f"{symbol}.o").write_bytes(build_kernel(call, device, kernel_cache))
         (kernels / "executor.o").write_bytes(build_executor(device))
         progress("kernels", len(calls), len(calls))
-        _write_weights(folder / "weights.bin", source, matrices, offsets, weights_bytes, device, progress)
+        _write_weights(folder / "weights.bin", source, stored, offsets, weights_bytes, device, progress)
         (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
         (folder / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
         (folder / "tokenizer_facts.json").write_bytes(msgspec.json.encode(tokenizer.facts))
@@ -110,64 +113,50 @@ def _texts(model: Model) -> tuple[TokenizerBundle, str | None]:
 # -- weights -------------------------------------------------------------------------------------------------
 
 
-def _matrices(graphs: dict[str, Any]) -> set[str]:
-    """Names of the weights that a kernel reads as a packed matrix; the others are vectors, kept as f32."""
-    return {
-        node.inputs[1].name
-        for graph in graphs.values()
-        for node in graph.nodes
-        if node.call.op in ("linear", "embedding")
-    }
-
-
-def _shape(value: Value) -> tuple[int, ...]:
-    if not isinstance(value.type, TensorType):
-        raise ZllmcError(f"weight {value.name} is {value.type}, no tensor")
-    return tuple(int(d) for d in value.type.shape)
-
-
 def _weight_offsets(
-    model: Model, matrices: set[str], device: CpuTarget
+    model: Model, stored: dict[str, TensorType], device: CpuTarget
 ) -> tuple[dict[str, tuple[int, int]], int]:
-    """Where each weight lies in weights.bin: (offset, bytes), in the graph's order; and the file's size."""
+    """Where each weight lies in weights.bin: (offset, bytes), in the graph's order; and the file's size.
+
+    A weight that kernels read in its block format is packed; the others are vectors, kept as f32.
+    """
     offsets = {}
     end = 0
-    for value in model.graph.weights:
-        shape = _shape(value)
-        if value.name in matrices:
-            try:
-                size = layout_of(_format(value), shape, device.lanes).nbytes
-            except ZllmcError as error:
-                raise ZllmcError(f"{model.path}: tensor {value.name}: {error}") from error
-        else:
+    for name, type in stored.items():
+        shape = tuple(int(d) for d in type.shape)
+        if type.dtype == "f32":
             size = 4 * -(-int(np.prod(shape)) // ROW_PAD) * ROW_PAD
-        offsets[value.name] = (end, size)
-        end = -(-(end + size) // 4096) * 4096
+        else:
+            try:
+                size = layout_of(type.dtype, shape, device.lanes).nbytes
+            except ZllmcError as error:
+                raise ZllmcError(f"{model.path}: tensor {name}: {error}") from error
+        offsets[name] = (end, size)
+        end += -(-size // 4096) * 4096
     return offsets, end
-
-
-def _format(value: Value) -> str:
-    if not isinstance(value.type, TensorType):
-        raise ZllmcError(f"weight {value.name} is {value.type}, no tensor")
-    return value.type.dtype
 
 
 def _write_weights(
     path: Path,
     model: Model,
-    matrices: set[str],
+    stored: dict[str, TensorType],
     offsets: dict[str, tuple[int, int]],
     size: int,
     device: CpuTarget,
     progress: Progress,
 ) -> None:
+    formats = {w.name: w.type.dtype for w in model.graph.weights if isinstance(w.type, TensorType)}
     total = sum(n for _, n in offsets.values())
     done = 0
     with path.open("wb") as file:
-        for value in model.graph.weights:
-            file.seek(offsets[value.name][0])
-            raw = model.weights[value.name]
-            pieces = _packed(value, raw, device) if value.name in matrices else _vector(value, raw)
+        for name, type in stored.items():
+            file.seek(offsets[name][0])
+            shape = tuple(int(d) for d in type.shape)
+            raw = model.weights[name]
+            if type.dtype == "f32":
+                pieces = _vector(formats[name], shape, raw)
+            else:
+                pieces = _packed(type.dtype, shape, raw, device)
             for piece in pieces:
                 file.write(piece.data)
                 done += piece.nbytes
@@ -175,18 +164,18 @@ def _write_weights(
         file.truncate(size)
 
 
-def _packed(value: Value, raw: NDArray[np.uint8], device: CpuTarget) -> Iterator[NDArray[np.uint8]]:
-    rows, columns = _shape(value)
-    layout = layout_of(_format(value), (rows, columns), device.lanes)
-    matrix = raw.reshape(rows, row_bytes(layout.format, columns))
-    step = max(1, _PACK_ELEMENTS // columns // ROW_PAD) * ROW_PAD
-    for start in range(0, rows, step):
+def _packed(
+    format: str, shape: tuple[int, ...], raw: NDArray[np.uint8], device: CpuTarget
+) -> Iterator[NDArray[np.uint8]]:
+    layout = layout_of(format, shape, device.lanes)
+    matrix = raw.reshape(layout.rows, row_bytes(layout.format, layout.columns))
+    step = max(1, _PACK_ELEMENTS // layout.columns // ROW_PAD) * ROW_PAD
+    for start in range(0, layout.rows, step):
         yield pack_rows(layout, matrix[start : start + step])
 
 
-def _vector(value: Value, raw: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
-    shape = _shape(value)
-    fmt = FORMATS[_format(value)]
+def _vector(format: str, shape: tuple[int, ...], raw: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
+    fmt = FORMATS[format]
     numbers = decode(fmt, raw.reshape(-1, row_bytes(fmt, shape[-1]))).reshape(-1)
     yield np.pad(numbers, (0, -len(numbers) % ROW_PAD)).view(np.uint8)
 
@@ -221,7 +210,9 @@ def _manifest(
 ) -> Manifest:
     formats: dict[str, int] = {}
     for value in model.graph.weights:
-        formats[_format(value)] = formats.get(_format(value), 0) + model.weights[value.name].nbytes
+        if isinstance(value.type, TensorType):
+            format = value.type.dtype
+            formats[format] = formats.get(format, 0) + model.weights[value.name].nbytes
     states = [s.type for s in model.graph.states if isinstance(s.type, KVType)]
     progress("checksum", 0, 1)
     source = _source(model.path)
