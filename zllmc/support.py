@@ -1,0 +1,132 @@
+"""What each target does with each format, asked of the code itself: nothing here is a list kept by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import zllmc.zllm_ir.ops  # noqa: F401  (registers the ops)
+from zllmc.codegen.cpu import family_of
+from zllmc.frontends.gguf import GGML_TYPES
+from zllmc.passes.lower import lower
+from zllmc.passes.pipeline import run_passes
+from zllmc.targets.cpu import TARGETS, CpuTarget, detect
+from zllmc.wording import table
+from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.formats import FORMATS
+from zllmc.zllm_ir.graph import Builder, Graph
+from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
+from zllmc.zllm_ir.types import T, TensorType
+
+_WIDTH = 256  # of the probe: whole blocks of every format
+
+
+@dataclass(frozen=True)
+class Support:
+    """Four different states of a format on a target; none of them implies another.
+
+    `parsed`: the GGUF reader knows the type. `reference`: the interpreter computes with it. `kernel`: the
+    target has a linear and an embedding kernel that read it packed. `default_path`: what the compiler makes
+    of a model in this format uses them, for prompts and for decoding.
+    """
+
+    format: str
+    target: str
+    parsed: bool
+    reference: bool
+    kernel: bool
+    default_path: bool
+
+
+def support(format: str, target: CpuTarget) -> Support:
+    """Probes the compiler with a model of one matrix product."""
+    reference = format in FORMATS
+    return Support(
+        format,
+        str(target),
+        format in {type.name for type in GGML_TYPES.values()},
+        reference,
+        reference and all(_builds(call, target) for call in _direct_calls(format)),
+        reference and _on_default_path(format, target),
+    )
+
+
+def matrix() -> list[Support]:
+    """Every known format on every target."""
+    formats = [*FORMATS, *(type.name for type in GGML_TYPES.values() if type.name not in FORMATS)]
+    return [support(format, target) for format in formats for target in TARGETS.values()]
+
+
+def show_targets(*, as_json: bool) -> None:
+    """Prints the matrix, and which target this machine is."""
+    cells = matrix()
+    try:
+        host = str(detect())
+    except ZllmcError:  # it can still compile for others
+        host = "none"
+    if as_json:
+        print(json.dumps({"host": host, "support": [asdict(cell) for cell in cells]}))
+        return
+    print("Targets")
+    for target in TARGETS.values():
+        mark = "  (this machine)" if str(target) == host else ""
+        print(f"  {target}: {target.triple}, needs {', '.join(sorted(target.requires))}{mark}")
+    print("\nFormats: parsed by the GGUF reader, computed by the reference interpreter, and for each target:")
+    print("whether kernels read it packed, and whether models compiled by default use them")
+    rows = [["format", "parsed", "reference", *map(str, TARGETS.values())]]
+    for format in dict.fromkeys(cell.format for cell in cells):
+        of = [cell for cell in cells if cell.format == format]
+        rows.append([format, _word(of[0].parsed), _word(of[0].reference), *map(_kernel_words, of)])
+    print(table(rows, indent="  "))
+
+
+def _word(state: bool) -> str:
+    return "yes" if state else "no"
+
+
+def _kernel_words(cell: Support) -> str:
+    return f"kernel {_word(cell.kernel)}, default {_word(cell.default_path)}"
+
+
+def _direct_calls(format: str) -> list[KernelCall]:
+    """Kernels over a packed matrix, for prefill: linear with the activations that suit it, and embedding."""
+    weight = Operand(TensorType(format, (_WIDTH, _WIDTH)))
+    dtype = "f32" if FORMATS[format].plain is not None else "a8"
+    x, y = (Operand(TensorType(d, (T, _WIDTH)), _WIDTH) for d in (dtype, "f32"))
+    tokens = Operand(TensorType("i32", (T,)), 1)
+    return [
+        KernelCall("linear", (("alpha", 1.0),), (x, weight, None, None), (y,)),
+        KernelCall("embedding", (("scale", 1.0),), (tokens, weight), (y,)),
+    ]
+
+
+def _on_default_path(format: str, target: CpuTarget) -> bool:
+    for name, tokens in (("decode", 1), ("prefill", None)):
+        graph = run_passes(_probe(format), tokens=tokens, context=64)
+        lowered = lower(graph, name=name, context=64, max_tokens=tokens or 16, max_rows=1)
+        calls = [node.call for node in lowered.nodes]
+        packed = {
+            call.op
+            for call in calls
+            for operand in call.operands
+            if isinstance(operand, Operand) and operand.type.dtype == format
+        }
+        if not packed >= {"linear", "embedding"} or not all(_builds(call, target) for call in calls):
+            return False
+    return True
+
+
+def _probe(format: str) -> Graph:
+    g = Builder("probe")
+    tokens = g.input("tokens", TensorType("i32", (T,)))
+    first_row = g.input("first_row", TensorType("i32", ()))
+    matrix = g.weight("matrix", TensorType(format, (_WIDTH, _WIDTH)))
+    return g.finish(g.linear(g.select_rows(g.embedding(tokens, matrix), first_row), matrix))
+
+
+def _builds(call: KernelCall, target: CpuTarget) -> bool:
+    try:
+        family_of(call.op)(call, target, "probe")
+    except ZllmcError:
+        return False
+    return True
