@@ -129,7 +129,9 @@ class _Rotation:
                 return
             value = bind(load(offset, n))
             c, s = (bind(m.load(angle + pair, n // 2)) for m in (self.cos, self.sin) if m is not None)
-            signed = _interleave(const(0.0, "float32", n // 2) - s, s)
+            signed = _interleave(s, s) * _interleave(
+                const(-1.0, "float32", n // 2), const(1.0, "float32", n // 2)
+            )
             swapped = tirx.Shuffle([value], [i ^ 1 for i in range(n)])
             y.store(sink + offset, fma(value, _interleave(c, c), swapped * signed))
 

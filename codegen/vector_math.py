@@ -36,7 +36,8 @@ _EXP_TAIL = (0.16666631, 0.041666556, 0.0083572026, 0.0013926178)
 def _exp_parts(x: Expr) -> tuple[Expr, Expr]:
     """(2ⁿ, eʳ − 1) with x = n·ln2 + r, |r| ≤ ln2 / 2. x is held within ±88, where 2ⁿ is 0 at the low end."""
     lanes = lanes_of(x)
-    x = bind(tirx.max(tirx.min(x, const(88.0, "float32", lanes)), const(-88.0, "float32", lanes)))
+    # With the bound first, NaN passes both comparisons.
+    x = bind(tirx.max(const(-88.0, "float32", lanes), tirx.min(const(88.0, "float32", lanes), x)))
     n = bind(llvm("llvm.rint", typed("float32", lanes), x * const(1 / math.log(2), "float32", lanes)))
     # ln2 in two parts: n times the first, of 12 bits, is exact.
     r = bind(fma(n, const(-0.693359375, "float32", lanes), x))

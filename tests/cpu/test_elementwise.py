@@ -6,6 +6,8 @@ from harness import RUNNABLE, calls, control, operand, read_activations, run
 
 from zllmc.codegen import elementwise
 from zllmc.codegen.quantize import quantize
+from zllmc.codegen.tir import Kernel, serial
+from zllmc.codegen.vector_math import exp
 from zllmc.targets.cpu import TARGETS
 from zllmc.zllm_ir import fused_ops, ops
 from zllmc.zllm_ir.errors import IRError
@@ -90,10 +92,9 @@ def test_softcap_everywhere(target):
 
 
 @on_targets
-def test_activations_pass_on_what_is_not_a_number(target):
-    for act in ("silu", "gelu", "gelu_erf", "relu2"):
-        x = np.array([[np.nan] * 8], np.float32)
-        check("glu", {"act": act}, [x, x], 1, 1, 1, target)
+@pytest.mark.parametrize(("op", "attrs"), [("activation", {"act": "silu"}), ("softcap", {"cap": 30.0})])
+def test_what_is_not_a_number_stays_visible(target, op, attrs):
+    check(op, attrs, [np.full((1, 11), np.nan, np.float32)], 1, 1, 1, target)
 
 
 def test_an_unknown_activation_is_an_error():
@@ -185,3 +186,25 @@ def test_glu_quantize(target, first_axis, tokens, threads):
 def test_every_target_gets_code_without_library_calls(target, act):
     gate = Operand(TensorType("f32", (T, 96)), 96)
     assert not calls(elementwise.glu_quantize, glu_quantize_call(gate, gate, act), target)
+
+
+def exp_kernel(call: KernelCall, target, name: str):
+    with Kernel(name, control="int32", x="float32", y="float32") as k:
+        _, x, y = k.arguments
+        with serial(0, call.results[0].width // target.lanes) as i:
+            y.store(i * target.lanes, exp(x.load(i * target.lanes, target.lanes)))
+    return k.function
+
+
+@on_targets
+def test_exp_is_within_two_ulp_and_saturates(target):
+    x = np.linspace(-87, 88, 1 << 16, dtype=np.float32)[None]
+    x[0, :8] = -np.inf, -1e30, -89, np.inf, 89, 88, 0, -0.0
+    y = np.empty_like(x)
+    run(exp_kernel, KernelCall("exp", (), (operand(x),), (operand(y),)), control(1), x, y, target=target)
+    largest = np.exp(np.float64(88))
+    expected = np.concatenate(
+        [[0, 0, 0, largest, largest, largest, 1, 1], np.exp(x[0, 8:].astype(np.float64))]
+    )
+    ulp = np.spacing(expected.astype(np.float32))
+    assert (np.abs(y[0] - expected) <= 2 * ulp).all()
