@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from harness import RUNNABLE, calls, control, operand, read_activations, run
 
+from harness import RUNNABLE, calls, control, operand, read_activations, run
 from zllmc.codegen import elementwise
 from zllmc.codegen.quantize import quantize
 from zllmc.codegen.tir import Kernel, serial

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from harness import RUNNABLE, calls, control, operand, read_activations, run, weight
 
+from harness import RUNNABLE, calls, control, operand, read_activations, run, weight
 from zllmc.codegen.norm import layer_norm, norm_add, rms_norm, rms_norm_quantize
 from zllmc.targets.cpu import TARGETS
 from zllmc.zllm_ir import ops

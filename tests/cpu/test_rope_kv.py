@@ -1,10 +1,10 @@
 """Rotation and the cache's write side against the ops' references."""
 
-import kv_buffers
 import numpy as np
 import pytest
-from harness import RUNNABLE, calls, control, operand, run, weight
 
+import kv_buffers
+from harness import RUNNABLE, calls, control, operand, run, weight
 from zllmc.codegen.rope_kv import kv_append, rope, rope_append, rope_table
 from zllmc.targets.cpu import TARGETS
 from zllmc.zllm_ir import fused_ops, ops
