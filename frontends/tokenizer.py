@@ -24,6 +24,10 @@ class TokenizerError(ZllmcError):
     """Tokenizer data that is missing, contradictory or of an unknown kind."""
 
 
+class NoTokenizerError(TokenizerError):
+    """A file that says that it has no tokenizer: its model takes and gives token ids only."""
+
+
 @dataclass(frozen=True)
 class TokenizerBundle:
     """A tokenizer as the artifact stores it.
@@ -80,9 +84,12 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> TokenizerBundle:
     """The tokenizer of a GGUF file, from its metadata as plain Python values.
 
     Raises TokenizerError for an unknown `tokenizer.ggml.model` or `tokenizer.ggml.pre` (it names the known
-    ones), for lists whose types or lengths are wrong, and for ids outside the vocabulary.
+    ones), for lists whose types or lengths are wrong, and for ids outside the vocabulary; NoTokenizerError if
+    the file says that it has none.
     """
     model = _value(metadata, "model", str)
+    if model in ("no_vocab", "none", "test"):
+        raise NoTokenizerError(f"tokenizer.ggml.model is {model!r}: the file has no tokenizer")
     if model not in ("gpt2", "llama"):
         raise TokenizerError(f"tokenizer.ggml.model is {model!r}; zllmc knows gpt2 and llama")
     spm = model == "llama"
@@ -236,6 +243,8 @@ def _scored_merges(metadata: Mapping[str, Any], tokens: list[str], types: list[i
     SentencePiece joins whichever neighbours form the token of the highest score. As ranked merges: each
     token, in order of score, with every way to split it into two tokens. Text reaches the merges with its
     spaces replaced, and byte tokens only stand in for characters that are no token, so neither takes part.
+    Of equal scores, SentencePiece takes the leftmost pair, and this list the lower id: in the vocabularies
+    in use only runs of spaces share a score, and they come out the same.
     """
     scores = _list(metadata, "scores", float, len(tokens))
     if scores is None:
