@@ -18,11 +18,11 @@ from tvm.script.ir_builder import tirx as T
 
 from zllmc.codegen.dot import Dot, broadcast_pair, broadcast_step, load_i32
 from zllmc.codegen.packing import STEPS, UNIT, PackedLayout, layout_of
+from zllmc.codegen.rows import row_count
 from zllmc.codegen.tir import Expr, Kernel, Memory, Register, bind, bits, broadcast, cast, const, serial
 from zllmc.targets.cpu import CpuTarget
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand, activation_row_bytes
-from zllmc.zllm_ir.plan import CONTROL_TOKENS
 
 ROW_TILE = 4  # rows of x that share an unpacked weight vector
 _L2_SHARE = 192 * 1024  # bytes of x that stay in a core's L2 cache while weights stream past
@@ -63,7 +63,7 @@ def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
             with serial(begin, end) as group:
                 tile.emit(group, given["x"], [const(0, "int32")])
         else:
-            tokens = bind(given["control"].load(CONTROL_TOKENS))
+            tokens = bind(row_count(x, given["control"]))
             block = max(ROW_TILE, _L2_SHARE // (columns if quantized else 4 * columns) // ROW_TILE * ROW_TILE)
             with serial(0, (tokens + (block - 1)) // block) as b, serial(begin, end) as group:
                 tiles = (T.min(tokens - b * block, block) + (ROW_TILE - 1)) // ROW_TILE

@@ -67,8 +67,7 @@ class Artifact:
     path: Path
     manifest: Manifest
     plan: Plan
-    tokenizer_json: str
-    tokenizer_facts: dict[str, Any]
+    tokenizer: tuple[str, dict[str, Any]] | None  # for the `tokenizers` library, and its facts
     chat_template: str | None
 
     @property
@@ -90,18 +89,21 @@ def open_artifact(path: Path) -> Artifact:
         version = head.get("format_version") if isinstance(head, dict) else None
         if version != FORMAT_VERSION:
             raise ArtifactError(
-                f"{path} has artifact format {version}, this zllmc reads {FORMAT_VERSION}: compile the model again."
+                f"{path} has artifact format {version}, this zllmc reads {FORMAT_VERSION}: "
+                "compile the model again."
             )
         manifest = msgspec.convert(head, Manifest)
         plan = msgspec.json.decode((path / "plan.json").read_bytes(), type=Plan)
-        tokenizer = (path / "tokenizer.json").read_text(encoding="utf-8")
-        facts = msgspec.json.decode((path / "tokenizer_facts.json").read_bytes(), type=dict[str, Any])
+        tokenizer = None
+        if (path / "tokenizer_facts.json").is_file():
+            facts = msgspec.json.decode((path / "tokenizer_facts.json").read_bytes(), type=dict[str, Any])
+            tokenizer = (path / "tokenizer.json").read_text(encoding="utf-8"), facts
         template = path / "chat_template.jinja"
         chat = template.read_text(encoding="utf-8") if template.is_file() else None
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
         raise ArtifactError(f"{path} is damaged ({error}): compile the model again.") from error
     _check_machine(path, manifest)
-    artifact = Artifact(path, manifest, plan, tokenizer, facts, chat)
+    artifact = Artifact(path, manifest, plan, tokenizer, chat)
     try:
         size = artifact.weights.stat().st_size
     except OSError as error:

@@ -34,7 +34,7 @@ class Session:
         self.tokens: list[int] = []  # those whose state is cached
 
     def prefill(self, ids: Sequence[int]) -> Logits:
-        """Append tokens in as few passes as fit; the last one's logits (vocab,), valid until the next pass."""
+        """Append tokens in as few passes as fit; the last logits (vocab,), valid until the next pass."""
         if not ids:
             raise ValueError("prefill needs at least one token")
         return self._engine.advance(self, ids)
@@ -65,11 +65,14 @@ class Engine:
         self.manifest: Manifest = artifact.manifest
         self.context = artifact.manifest.context
         self.device = CpuDevice(artifact.objects, threads)
-        facts = artifact.tokenizer_facts
-        self.tokenizer = Tokenizer.from_json(artifact.tokenizer_json, facts)
+        self._tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
-        if artifact.chat_template is not None:
-            self.chat_template = ChatTemplate(artifact.chat_template, facts["bos_token"], facts["eos_token"])
+        if artifact.tokenizer is not None:
+            json, facts = artifact.tokenizer
+            self._tokenizer = Tokenizer.from_json(json, facts)
+            if artifact.chat_template is not None:
+                bos, eos = facts["bos_token"], facts["eos_token"]
+                self.chat_template = ChatTemplate(artifact.chat_template, bos, eos)
 
         plan = artifact.plan
         self._entries = {entry.name: entry for entry in plan.entries}
@@ -114,6 +117,13 @@ class Engine:
     def close(self) -> None:
         """Stop the threads. Sessions cannot be used afterwards."""
         self.device.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; a ZllmcError where the model has none and takes token ids only."""
+        if self._tokenizer is None:
+            raise ZllmcError(f"{self.manifest.name} has no tokenizer: give token ids instead of text.")
+        return self._tokenizer
 
     def session(self) -> Session:
         """A new empty session with its own KV memory, taken from the system as it fills."""

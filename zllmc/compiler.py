@@ -19,7 +19,12 @@ from zllmc.codegen.cpu import build_executor, build_kernel
 from zllmc.codegen.packing import ROW_PAD, layout_of, pack_rows
 from zllmc.frontends.chat_template import chat_templates_from_gguf, chat_templates_from_hf
 from zllmc.frontends.model import Model, load_model
-from zllmc.frontends.tokenizer import TokenizerBundle, tokenizer_from_gguf, tokenizer_from_hf
+from zllmc.frontends.tokenizer import (
+    NoTokenizerError,
+    TokenizerBundle,
+    tokenizer_from_gguf,
+    tokenizer_from_hf,
+)
 from zllmc.passes.lower import lower
 from zllmc.passes.pipeline import run_passes
 from zllmc.passes.plan import kernel_calls, make_plan, stored_weights
@@ -95,8 +100,9 @@ def compile_model(
         progress("kernels", len(calls), len(calls))
         _write_weights(folder / "weights.bin", source, stored, offsets, weights_bytes, device, progress)
         (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
-        (folder / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
-        (folder / "tokenizer_facts.json").write_bytes(msgspec.json.encode(tokenizer.facts))
+        if tokenizer is not None:
+            (folder / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
+            (folder / "tokenizer_facts.json").write_bytes(msgspec.json.encode(tokenizer.facts))
         if template is not None:
             (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
         manifest = _manifest(source, device, capacity, kv, weights_bytes, progress)
@@ -104,9 +110,15 @@ def compile_model(
     return Path(output)
 
 
-def _texts(model: Model) -> tuple[TokenizerBundle, str | None]:
+def _texts(model: Model) -> tuple[TokenizerBundle | None, str | None]:
+    """The tokenizer, and the chat template where there is one. A file that declares to have no tokenizer
+    gives an artifact that takes and gives token ids only."""
     if model.container == "gguf":
-        return tokenizer_from_gguf(model.metadata), chat_templates_from_gguf(model.metadata).get("default")
+        try:
+            tokenizer = tokenizer_from_gguf(model.metadata)
+        except NoTokenizerError:
+            return None, None
+        return tokenizer, chat_templates_from_gguf(model.metadata).get("default")
     return tokenizer_from_hf(model.path), chat_templates_from_hf(model.path).get("default")
 
 
