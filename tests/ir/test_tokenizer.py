@@ -320,17 +320,17 @@ def test_damaged_metadata_loads_or_is_refused(make: Any, changes: dict[str, Any]
 def test_a_hugging_face_folder_gives_the_same_tokenizer(
     conformance: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    bundle, from_gguf = built(conformance / "vocabs" / "ggml-vocab-qwen2.gguf")
+    bundle, from_gguf = built(conformance / "vocabs" / "ggml-vocab-starcoder.gguf")
     (tmp_path / "tokenizer.json").write_text(bundle.json, encoding="utf-8")
-    config = {"bos_token": None, "eos_token": {"content": "<|im_end|>"}, "pad_token": "<|endoftext|>"}
+    config = {"bos_token": None, "eos_token": {"content": "<|endoftext|>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643]}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 17]}))
     folder = tokenizer_from_hf(tmp_path)
     tokenizer = Tokenizer.from_json(folder.json, folder.facts)
     assert folder.facts["kind"] == "bpe" and not folder.facts["add_bos"]
-    assert folder.facts["eos_token"] == "<|im_end|>" and folder.facts["bos_id"] is None
-    assert tokenizer.eog_ids >= {151645, 151643}
-    for text in ("<|im_start|>user\nhi é<|im_end|>\n", "def f(x):\n\treturn 12"):
+    assert folder.facts["eos_token"] == "<|endoftext|>" and folder.facts["bos_id"] is None
+    assert tokenizer.eog_ids >= {0, 17}
+    for text in ("<fim_prefix>user\nhi é<|endoftext|>\n", "def f(x):\n\treturn 12"):
         for parse in (False, True):
             ids = tokenizer.encode(text, parse_special=parse)
             assert ids == from_gguf.encode(text, parse_special=parse)
