@@ -1,13 +1,14 @@
 """Attention over the KV cache: rows of queries against blocks of keys, softmaxed online.
 
-A row is one query head of one token; rows that share a kv head form tiles, so that every key and value is read
-and converted once per tile. For each block of keys a tile computes scores (lanes are keys: the cache
+A row is one query head of one token; rows that share a kv head form tiles, so that every key and value is
+read and converted once per tile. For each block of keys a tile computes scores (lanes are keys: the cache
 interleaves them), rescales what it has to the new maximum and adds the block's values (Milakov & Gimelshein
 2018, "Online normalizer calculation for softmax"; Dao et al. 2022, FlashAttention).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from zllmc.codegen.rows import row_count
+from zllmc.codegen.rows import row_count, signature
 from zllmc.codegen.tir import (
     Expr,
     Kernel,
@@ -43,7 +44,8 @@ STACK = 24 << 10  # bytes for the queries and outputs of the tiles in flight
 
 @dataclass(frozen=True)
 class Shape:
-    """What is fixed at compile time. `rows`: of a register tile; `tiles`: that share one pass over the keys."""
+    """What is fixed at compile time. `rows`: of a register tile; `tiles`: that share a pass over the keys;
+    `accumulators`: vector registers for sums."""
 
     heads: int
     kv_heads: int
@@ -51,6 +53,7 @@ class Shape:
     rows: int
     tiles: int
     lanes: int
+    accumulators: int
     scale: float
     softcap: float
 
@@ -63,10 +66,14 @@ class Shape:
         return self.rows * self.tiles
 
 
+def accumulators(target: CpuTarget) -> int:
+    """Vector registers for sums; the rest hold keys or values, and a broadcast query or weight."""
+    return target.registers * 3 // 4
+
+
 def register_rows(target: CpuTarget) -> int:
-    """Rows of a register tile: each needs KEY_BLOCK / lanes accumulators, and enough must be in flight to hide
-    the latency of fma, with registers left for the keys and a broadcast query."""
-    return max(1, target.registers * 3 // 4 // (max(KEY_BLOCK, 2 * target.lanes) // target.lanes))
+    """Rows of a register tile. Each sums a block's KEY_BLOCK scores; 12 sums hide the latency of fma."""
+    return min(12, accumulators(target) // (KEY_BLOCK // target.lanes))
 
 
 def check(q: Operand, cache: KVOperand) -> tuple[int, int]:
@@ -140,8 +147,8 @@ class Unit:
         self.sum = stack("float32", rows * shape.lanes)  # Σ exp(s − max), lane by lane
         self.low, self.high = stack("int32", rows), stack("int32", rows)
         # One tile's, within a block of keys:
-        self._weights = stack("float32", shape.rows * BLOCK)  # scores, then exp(s − max)
-        self._rescale = stack("float32", shape.rows)
+        self._weights = stack("float32", shape.rows * BLOCK)  # scores s, then exp(s − max)
+        self._rescale = stack("float32", shape.rows)  # old max − new max, then its exp
         self._value_scales = stack("float32", BLOCK * 4)  # [key][group]
 
     def start(self, i: Expr, q: Memory, at: Expr, low: Expr, high: Expr) -> None:
@@ -156,14 +163,18 @@ class Unit:
         self.low.store(i, low)
         self.high.store(i, high)
 
+    def total(self, i: Expr) -> Expr:
+        """Row i's Σ exp(s − max)."""
+        return sum_lanes(self.sum.load(i * self.shape.lanes, self.shape.lanes))
+
     def attend(self, head: Head, begin: Expr, end: Expr, tiles: Expr) -> None:
         """Takes keys begin … end − 1 in; `begin` is a multiple of KEY_BLOCK. No value at or after `end` is
         read: what lies there may be NaN."""
         rows = self.shape.rows
-        with serial(0, tirx.floordiv(end - begin + (BLOCK - 1), BLOCK)) as step:
+        with serial(0, tirx.truncdiv(end - begin + (BLOCK - 1), BLOCK)) as step:
             key = hold(begin + step * BLOCK)
             count = hold(tirx.min(BLOCK, end - key))
-            blocks = hold(tirx.floordiv(count + (KEY_BLOCK - 1), KEY_BLOCK))
+            blocks = hold(tirx.truncdiv(count + (KEY_BLOCK - 1), KEY_BLOCK))
             if head.groups:
                 self._load_value_scales(head, key, blocks)
             with serial(0, tiles) as tile:
@@ -171,15 +182,18 @@ class Unit:
                 all_visible = tirx.all(
                     key + BLOCK <= self.high.load(tile * rows), self.low.load(tile * rows + rows - 1) <= key
                 )
-                choose(
-                    all_visible,
-                    lambda tile=tile, key=key: self._softmax(tile, key, masked=False),
-                    lambda tile=tile, key=key: self._softmax(tile, key, masked=True),
-                )
+                with serial(0, rows) as m:
+                    bound = functools.partial(self._bound, m, tile * rows + m, key)
+                    choose(
+                        all_visible,
+                        functools.partial(bound, masked=False),
+                        functools.partial(bound, masked=True),
+                    )
+                    self._weigh(m, tile * rows + m)
                 self._add_values(head, tile, key, count)
 
     def _load_value_scales(self, head: Head, key: Expr, blocks: Expr) -> None:
-        first = hold(tirx.floordiv(key, KEY_BLOCK))
+        first = hold(tirx.truncdiv(key, KEY_BLOCK))
         with serial(0, blocks) as b:
             for i, scales in enumerate(head.value_scales(first + b)):
                 self._value_scales.store(b * (KEY_BLOCK * head.groups) + i * self.shape.lanes, scales)
@@ -193,7 +207,7 @@ class Unit:
         sets = max(1, min(4, 8 // (rows * vectors)))
         group = SCALE_GROUP if head.groups else width
         q = bind(tile * (rows * width))
-        first = hold(tirx.floordiv(key, KEY_BLOCK))
+        first = hold(tirx.truncdiv(key, KEY_BLOCK))
         with serial(0, blocks) as b:
             for begin in range(0, width, group):
                 sums = [
@@ -218,39 +232,49 @@ class Unit:
                             score = fma(score, scales[v], before)
                         self._weights.store(at, score)
 
-    def _softmax(self, tile: Expr, key: Expr, masked: bool) -> None:
-        """weights = exp(softcap(weights) − maximum) with the maximum, the sum and rescale brought up to date."""
-        shape, lanes = self.shape, self.shape.lanes
-        offsets = range(0, BLOCK, lanes)
-        with serial(0, shape.rows) as m:
-            i = bind(tile * shape.rows + m)
-            scores = [bind(self._weights.load(m * BLOCK + at, lanes)) for at in offsets]
-            if shape.softcap:
-                cap = const(shape.softcap, "float32", lanes)
-                scores = [hold(tanh(s * const(1 / shape.softcap, "float32", lanes)) * cap) for s in scores]
-            if masked:
-                low = bind(self.low.load(i))
-                # low ≤ key < high as one unsigned comparison: key − low < high − low
-                seen = hold(cast(broadcast(self.high.load(i) - low, lanes), "uint32"))
-                start = hold(cast(broadcast(key - low, lanes) + tirx.Ramp(0, 1, lanes), "uint32"))
-                scores = [
-                    hold(
-                        tirx.Select(
-                            start + const(at, "uint32", lanes) < seen, s, const(-math.inf, "float32", lanes)
-                        )
-                    )
-                    for at, s in zip(offsets, scores, strict=True)
-                ]
-            before = bind(self.maximum.load(i))
-            maximum = hold(tirx.max(before, _max_lanes(_tree(tirx.max, scores))))
-            self.maximum.store(i, maximum)
-            rescale = hold(exp(broadcast(before - maximum, lanes)))
-            self._rescale.store(m, tirx.Shuffle([rescale], [0]))
-            weights = [hold(exp(s - broadcast(maximum, lanes))) for s in scores]
-            for at, w in zip(offsets, weights, strict=True):
-                self._weights.store(m * BLOCK + at, w)
-            total = _tree(lambda a, b: a + b, weights)
-            self.sum.store(i * lanes, fma(self.sum.load(i * lanes, lanes), rescale, total))
+    def _bound(self, m: Expr, i: Expr, key: Expr, masked: bool) -> None:
+        """Brings row i's maximum up to date with its scores, which are capped first and, where `masked`, made
+        −∞ at keys that the row doesn't see."""
+        lanes = self.shape.lanes
+        vectors = min(4, BLOCK // lanes)
+        low = bind(self.low.load(i))
+        seen = bind(cast(broadcast(self.high.load(i) - low, lanes), "uint32"))
+        before = hold(self.maximum.load(i))
+        peaks = [Register("float32", lanes, broadcast(before, lanes)) for _ in range(vectors)]
+        with serial(0, BLOCK // (vectors * lanes)) as step:
+            for v, peak in enumerate(peaks):
+                at = bind((step * vectors + v) * lanes)
+                score = bind(self._weights.load(m * BLOCK + at, lanes))
+                if self.shape.softcap:
+                    cap = const(self.shape.softcap, "float32", lanes)
+                    score = hold(tanh(score * const(1 / self.shape.softcap, "float32", lanes)) * cap)
+                if masked:
+                    # low ≤ key < high as one unsigned comparison: key − low < high − low
+                    place = cast(broadcast(key - low + at, lanes) + tirx.Ramp(0, 1, lanes), "uint32")
+                    score = hold(tirx.Select(place < seen, score, const(-math.inf, "float32", lanes)))
+                if self.shape.softcap or masked:
+                    self._weights.store(m * BLOCK + at, score)
+                peak.set(tirx.max(peak.get(), score))
+        maximum = hold(max_lanes(_tree(tirx.max, [p.get() for p in peaks])))
+        self.maximum.store(i, maximum)
+        self._rescale.store(m, before - maximum)
+
+    def _weigh(self, m: Expr, i: Expr) -> None:
+        """weights = exp(weights − maximum), added to row i's sum after rescaling it."""
+        lanes = self.shape.lanes
+        vectors = min(4, BLOCK // lanes)
+        maximum = bind(broadcast(self.maximum.load(i), lanes))
+        sums = [Register("float32", lanes, _zero(lanes)) for _ in range(vectors)]
+        with serial(0, BLOCK // (vectors * lanes)) as step:
+            for v, total in enumerate(sums):
+                at = bind(m * BLOCK + (step * vectors + v) * lanes)
+                weight = hold(exp(self._weights.load(at, lanes) - maximum))
+                self._weights.store(at, weight)
+                total.set(total.get() + weight)
+        rescale = hold(exp(broadcast(self._rescale.load(m), lanes)))
+        self._rescale.store(m, tirx.Shuffle([rescale], [0]))
+        total = _tree(lambda a, b: a + b, [t.get() for t in sums])
+        self.sum.store(i * lanes, fma(self.sum.load(i * lanes, lanes), rescale, total))
 
     def _add_values(self, head: Head, tile: Expr, key: Expr, count: Expr) -> None:
         """output = output · rescale + Σ weights[key] · value[key]."""
@@ -258,7 +282,10 @@ class Unit:
         rows, lanes, width = shape.rows, shape.lanes, shape.head_dim
         chunk = lanes * _chunk_vectors(shape, scaled=bool(head.groups))
         with serial(0, width // chunk) as c:
-            at = [[(tile * rows + m) * width + c * chunk + v for v in range(0, chunk, lanes)] for m in range(rows)]
+            at = [
+                [(tile * rows + m) * width + c * chunk + v for v in range(0, chunk, lanes)]
+                for m in range(rows)
+            ]
             sums = []
             for m in range(rows):
                 rescale = bind(broadcast(self._rescale.load(m), lanes))
@@ -266,7 +293,7 @@ class Unit:
             with serial(0, count) as s:
                 values = [head.value(key + s, c * chunk + v) for v in range(0, chunk, lanes)]
                 if head.groups:
-                    scale = self._value_scales.load(s * head.groups + tirx.floordiv(c * chunk, SCALE_GROUP))
+                    scale = self._value_scales.load(s * head.groups + tirx.truncdiv(c * chunk, SCALE_GROUP))
                     values = [bind(v * bind(broadcast(scale, lanes))) for v in values]
                 for m in range(rows):
                     weight = bind(broadcast(self._weights.load(m * BLOCK + s), lanes))
@@ -278,8 +305,8 @@ class Unit:
 
 
 def _chunk_vectors(shape: Shape, scaled: bool) -> int:
-    """Vectors of a value that are summed at a time: at most as many sums as `_score` has, 12 at least."""
-    most = max(12, shape.rows * KEY_BLOCK // shape.lanes) // shape.rows
+    """Vectors of a value that are summed at a time: as many as there are registers, within one scale."""
+    most = shape.accumulators // shape.rows
     vectors = shape.head_dim // shape.lanes
     fits = [
         n
@@ -305,8 +332,9 @@ def _tree(combine: Any, values: list[Expr]) -> Expr:
     return values[0]
 
 
-def _max_lanes(x: Expr) -> Expr:
-    lanes = int(x.ty.dtype.lanes)
+def max_lanes(x: Expr) -> Expr:
+    """The largest of an f32 vector's elements, by halves."""
+    lanes = lanes_of(x)
     while lanes > 1:
         lanes //= 2
         x = bind(x)
@@ -327,51 +355,51 @@ def attention_rows(call: KernelCall, target: CpuTarget, name: str) -> Any:
     attributes = call.attributes
     rows = register_rows(target)
     shape = Shape(
-        heads,
-        cache.type.kv_heads,
-        head_dim,
-        rows,
-        max(1, min(4, STACK // (2 * 4 * head_dim * rows))),
-        target.lanes,
-        attributes["scale"],
-        attributes["softcap"],
+        heads=heads,
+        kv_heads=cache.type.kv_heads,
+        head_dim=head_dim,
+        rows=rows,
+        tiles=max(1, min(4, STACK // (2 * 4 * head_dim * rows))),
+        lanes=target.lanes,
+        accumulators=accumulators(target),
+        scale=attributes["scale"],
+        softcap=attributes["softcap"],
     )
     window, group = attributes["window"], shape.group
 
-    with Kernel(name, control="int32", q="float32", cache="uint8", out="float32") as k:
+    with Kernel(name, **signature(call)) as k:
         control, q, memory, out = k.arguments
         tokens, cached = row_count(q_operand, control), bind(control.load(CONTROL_CACHED))
-        rows_per_head = hold(tokens * group)
-        units_per_head = hold(tirx.floordiv(rows_per_head + (shape.unit - 1), shape.unit))
+        rows_per_head = tokens * group
+        units_per_head = hold(tirx.truncdiv(rows_per_head + (shape.unit - 1), shape.unit))
         unit = Unit(shape)
         units = bind(units_per_head * shape.kv_heads)
-        with serial(0, tirx.floordiv(units - k.thread + k.threads - 1, k.threads)) as turn:
+        with serial(0, tirx.truncdiv(units - k.thread + k.threads - 1, k.threads)) as turn:
             number = hold(k.thread + turn * k.threads)
-            kv_head = hold(tirx.floordiv(number, units_per_head))
+            kv_head = hold(tirx.truncdiv(number, units_per_head))
             place = bind(number - kv_head * units_per_head)
-            backwards = tirx.EQ(kv_head % 2, 1)
+            backwards = tirx.EQ(tirx.truncmod(kv_head, 2), 1)
             first = hold(tirx.Select(backwards, units_per_head - 1 - place, place) * shape.unit)
             count = hold(tirx.min(shape.unit, rows_per_head - first))
-            tiles = hold(tirx.floordiv(count + (rows - 1), rows))
+            tiles = hold(tirx.truncdiv(count + (rows - 1), rows))
 
             with serial(0, tiles * rows) as i:
                 row = hold(tirx.min(first + i, rows_per_head - 1))  # a last tile's spare rows repeat the last
-                token = hold(tirx.floordiv(row, group))
+                token = hold(tirx.truncdiv(row, group))
                 high = bind(cached + token + 1)
                 low = tirx.max(high - window, 0) if window else 0
                 at = token * q_operand.stride + (kv_head * group + row - token * group) * head_dim
                 unit.start(i, q, at, low, high)
 
-            begin = hold(tirx.floordiv(unit.low.load(0), KEY_BLOCK) * KEY_BLOCK)
+            begin = hold(tirx.truncdiv(unit.low.load(0), KEY_BLOCK) * KEY_BLOCK)
             unit.attend(Head(cache, memory, kv_head, shape.lanes), begin, unit.high.load(count - 1), tiles)
 
             with serial(0, count) as i:
-                token = hold(tirx.floordiv(first + i, group))
+                token = hold(tirx.truncdiv(first + i, group))
                 at = bind(
                     token * call.results[0].stride + (kv_head * group + first + i - token * group) * head_dim
                 )
-                total = sum_lanes(unit.sum.load(i * shape.lanes, shape.lanes))
-                inverse = bind(broadcast(const(1.0, "float32") / total, shape.lanes))
+                inverse = bind(broadcast(const(1.0, "float32") / unit.total(i), shape.lanes))
                 with serial(0, head_dim // shape.lanes) as v:
                     o = unit.output.load(i * head_dim + v * shape.lanes, shape.lanes)
                     out.store(at + v * shape.lanes, o * inverse)

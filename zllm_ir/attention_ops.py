@@ -43,10 +43,10 @@ def attention_partial(
 ) -> Array:
     """Attention of one token's queries (1, H, E) over each of `splits` parts of the keys that it sees.
 
-    The visible keys, from the SPLIT_KEYS // 4 = 16-aligned position at or before the first, are cut into equal
-    parts of a multiple of SPLIT_KEYS. → (H, splits·(E + 2)): per head, the parts' Σ exp(s − max)·v
-    (splits, E), their max s (splits,) and their Σ exp(s − max) (splits,). A part with no keys has zeros and a
-    maximum of −inf.
+    The visible keys, from the multiple of 16 at or before the first, are cut into equal parts of a multiple
+    of SPLIT_KEYS (the last ones may be shorter or empty). → (H, splits·(E + 2)): per head, the parts'
+    Σ exp(s − max)·v (splits, E), their max s (splits,) and their Σ exp(s − max) (splits,). A part with no
+    keys has zeros and a maximum of −inf.
     """
     _, heads, head_dim = q.shape
     keys, values = state.keys, state.values  # (S + 1, K, E)
@@ -80,7 +80,8 @@ def attention_merge(partial: Array, *, splits: int) -> Array:
     maxima, sums = np.split(partial[:, splits * head_dim :], 2, axis=1)
     weights = np.exp(maxima - maxima.max(axis=1, keepdims=True))
     weights /= (weights * sums).sum(axis=1, keepdims=True)
-    return np.einsum("hp,hpe->he", weights, outputs).reshape(1, -1).astype(np.float32)
+    merged: Array = np.einsum("hp,hpe->he", weights, outputs).reshape(1, -1).astype(np.float32)
+    return merged
 
 
 def _infer_merge_quantize(partial: TensorType, splits: int) -> TensorType:

@@ -1,0 +1,167 @@
+"""Attention of one token, split over its keys so that every thread has work, and the merge of the parts."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+from tvm import tirx
+
+from zllmc.codegen.attention import (
+    LOWEST,
+    Head,
+    Shape,
+    Unit,
+    accumulators,
+    check,
+    hold,
+    max_lanes,
+    register_rows,
+    stack,
+)
+from zllmc.codegen.quantize import ActivationRows
+from zllmc.codegen.rows import pieces, share, signature
+from zllmc.codegen.tir import Expr, Kernel, Memory, Register, bind, broadcast, const, lanes_of, serial, when
+from zllmc.codegen.vector_math import exp, fma, sum_lanes
+from zllmc.targets.cpu import CpuTarget
+from zllmc.zllm_ir.attention_ops import SPLIT_KEYS
+from zllmc.zllm_ir.errors import IRError
+from zllmc.zllm_ir.fused_ops import GROUP
+from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, KVOperand, Operand
+from zllmc.zllm_ir.plan import CONTROL_CACHED
+
+__all__ = ["attention_merge", "attention_merge_quantize", "attention_partial"]
+
+
+def attention_partial(call: KernelCall, target: CpuTarget, name: str) -> Any:
+    """The kernel of `attention_partial`: q (1, H, E) and a KV state → f32 (H, splits · (E + 2)).
+
+    A unit of work is one part of one kv head's keys, for all query heads that share it.
+    """
+    q_operand, cache = call.operands
+    if not isinstance(q_operand, Operand) or not isinstance(cache, KVOperand):
+        raise IRError("attention_partial takes queries and a state")
+    heads, head_dim = check(q_operand, cache)
+    attributes = call.attributes
+    splits, window = attributes["splits"], attributes["window"]
+    group = heads // cache.type.kv_heads
+    tiles = -(-group // register_rows(target))
+    shape = Shape(
+        heads=heads,
+        kv_heads=cache.type.kv_heads,
+        head_dim=head_dim,
+        rows=-(-group // tiles),
+        tiles=tiles,
+        lanes=target.lanes,
+        accumulators=accumulators(target),
+        scale=attributes["scale"],
+        softcap=attributes["softcap"],
+    )
+
+    with Kernel(name, **signature(call)) as k:
+        control, q, memory, out = k.arguments
+        total = hold(control.load(CONTROL_CACHED) + 1)
+        low = hold(tirx.max(total - window, 0)) if window else 0
+        start = hold(tirx.truncdiv(low, KEY_BLOCK) * KEY_BLOCK) if window else 0
+        per_split = tirx.truncdiv(total - start + (splits - 1), splits)
+        part = hold(tirx.truncdiv(per_split + (SPLIT_KEYS - 1), SPLIT_KEYS) * SPLIT_KEYS)
+        unit = Unit(shape)
+        first, last = share(k, shape.kv_heads * splits)
+        with serial(first, last) as number:
+            kv_head = hold(tirx.truncdiv(number, splits))
+            split = hold(number - kv_head * splits)
+            begin = hold(tirx.min(start + split * part, total))
+            end = hold(tirx.min(begin + part, total))
+            with serial(0, shape.unit) as i:
+                spare = tirx.min(i, group - 1)  # a last tile's spare rows repeat the last head
+                unit.start(i, q, (kv_head * group + spare) * head_dim, low, total)
+            with when(begin < end):
+                unit.attend(Head(cache, memory, kv_head, shape.lanes), begin, end, tiles)
+            with serial(0, group) as i:
+                at = bind((kv_head * group + i) * call.results[0].stride)
+                with serial(0, head_dim // shape.lanes) as v:
+                    output = unit.output.load(i * head_dim + v * shape.lanes, shape.lanes)
+                    out.store(at + split * head_dim + v * shape.lanes, output)
+                nothing = const(-math.inf, "float32")
+                maximum = tirx.Select(begin < end, unit.maximum.load(i), nothing)
+                out.store(at + splits * head_dim + split, maximum)
+                out.store(at + splits * (head_dim + 1) + split, unit.total(i))
+    return k.function
+
+
+class _Parts:
+    """The parts of `attention_partial`, read one head at a time."""
+
+    def __init__(self, call: KernelCall, memory: Memory, lanes: int) -> None:
+        (parts,) = call.operands
+        if not isinstance(parts, Operand):
+            raise IRError(f"{call.op} takes the parts of an attention_partial")
+        self.splits: int = call.attributes["splits"]
+        self.head_dim = parts.width // self.splits - 2
+        self._stride, self._memory, self._lanes = parts.stride, memory, lanes
+        self._weights = stack("float32", self.splits)
+
+    def select(self, head: Expr) -> None:
+        """Weights the parts of a head: exp(max − the largest max) / Σ of the sums so weighted."""
+        self._at = hold(head * self._stride)
+        maxima_at = hold(self._at + self.splits * self.head_dim)
+        places = pieces(self.splits, self._lanes)
+        maxima = [hold(self._memory.load(maxima_at + i, n)) for i, n in places]
+        largest = hold(
+            functools.reduce(tirx.max, [const(LOWEST, "float32"), *(max_lanes(m) for m in maxima)])
+        )
+        weights = [hold(exp(m - broadcast(largest, lanes_of(m)))) for m in maxima]
+        sums = [self._memory.load(maxima_at + self.splits + i, n) for i, n in places]
+        total = hold(
+            sum((sum_lanes(w * s) for w, s in zip(weights, sums, strict=True)), const(0.0, "float32"))
+        )
+        for (i, n), w in zip(places, weights, strict=True):
+            self._weights.store(i, w / broadcast(total, n))
+
+    def merged(self, element: Expr, count: int) -> list[Expr]:
+        """`count` elements of the selected head's output from `element` on, as vectors."""
+        lanes = self._lanes
+        sums = [Register("float32", lanes, const(0.0, "float32", lanes)) for _ in range(0, count, lanes)]
+        with serial(0, self.splits) as p:
+            weight = bind(broadcast(self._weights.load(p), lanes))
+            at = bind(self._at + p * self.head_dim + element)
+            for i, s in enumerate(sums):
+                s.set(fma(weight, self._memory.load(at + i * lanes, lanes), s.get()))
+        return [s.get() for s in sums]
+
+
+def attention_merge(call: KernelCall, target: CpuTarget, name: str) -> Any:
+    """The kernel of `attention_merge`: parts (H, splits · (E + 2)) → f32 (1, H·E), head by head."""
+    with Kernel(name, **signature(call)) as k:
+        _, memory, out = k.arguments
+        parts = _Parts(call, memory, target.lanes)
+        step = KEY_BLOCK  # divides every head_dim that has a kernel
+        begin, end = share(k, call.results[0].width // parts.head_dim)
+        with serial(begin, end) as head:
+            parts.select(head)
+            with serial(0, parts.head_dim // step) as c:
+                for i, merged in enumerate(parts.merged(c * step, step)):
+                    out.store(head * parts.head_dim + c * step + i * target.lanes, merged)
+    return k.function
+
+
+def attention_merge_quantize(call: KernelCall, target: CpuTarget, name: str) -> Any:
+    """The kernel of `attention_merge_quantize`: parts (H, splits · (E + 2)) → a8 (1, H·E), group by group."""
+    width = call.results[0].width
+    with Kernel(name, **signature(call)) as k:
+        _, memory, out = k.arguments
+        parts = _Parts(call, memory, target.lanes)
+        rows = ActivationRows(out, width)
+        # A group lies within one head, or may straddle two at a multiple of 16.
+        step = GROUP if parts.head_dim % GROUP == 0 else KEY_BLOCK
+        begin, end = share(k, width // GROUP)
+        with serial(begin, end) as group:
+            values = []
+            for offset in range(0, GROUP, step):
+                element = hold(group * GROUP + offset)
+                head = hold(tirx.truncdiv(element, parts.head_dim))
+                parts.select(head)
+                values += [hold(v) for v in parts.merged(element - head * parts.head_dim, step)]
+            rows.write(0, group * GROUP, values)
+    return k.function
