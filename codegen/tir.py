@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
@@ -104,8 +105,12 @@ class Register:
 
 
 def local(dtype: str, elements: int) -> Memory:
-    """A scratch array on the stack (keep it to a few KiB)."""
-    return Memory(T.alloc_buffer((elements,), dtype), dtype)
+    """A scratch array on the stack; keep it to a few KiB."""
+    nbytes = elements * np.dtype(dtype).itemsize
+    if nbytes < 1024:
+        return Memory(T.alloc_buffer((elements,), dtype), dtype)
+    # TVM takes a larger buffer from the heap, which these kernels have none of.
+    return Memory.at(bind(T.tvm_stack_alloca("shape", -(-nbytes // 8))), dtype)
 
 
 def lanes_of(value: Expr) -> int:
