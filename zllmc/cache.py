@@ -53,16 +53,31 @@ def load(
     from zllmc.runtime.engine import Engine
 
     model = Path(model)
-    if is_artifact(model):
-        return Engine.open(model, threads=threads)
-    artifact = cached_artifact(model, target=target, context=context, kv=kv, progress=progress)
+    artifact = artifact_of(model, target=target, context=context, kv=kv, progress=progress)
     try:
         return Engine.open(artifact, threads=threads)
-    except ArtifactError:  # somebody damaged the cache
+    except ArtifactError:
+        if artifact == model:
+            raise
+        # Somebody damaged the cache.
         artifact = cached_artifact(
             model, target=target, context=context, kv=kv, progress=progress, replace=True
         )
         return Engine.open(artifact, threads=threads)
+
+
+def artifact_of(
+    model: Path,
+    *,
+    target: str = "cpu",
+    context: int | None = None,
+    kv: str = "f16",
+    progress: Progress = _silent,
+) -> Path:
+    """`model` itself if it is an artifact, otherwise its artifact in the cache."""
+    if is_artifact(model):
+        return model
+    return cached_artifact(model, target=target, context=context, kv=kv, progress=progress)
 
 
 def is_artifact(path: Path) -> bool:

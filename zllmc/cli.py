@@ -271,7 +271,9 @@ Examples:
     "--tokens", default=24, show_default=True, type=click.IntRange(2), help="Length of the test sequence."
 )
 @click.option(
-    "--tolerance", type=float, help="Largest NMSE of the logits.  [default: by the model's formats]"
+    "--tolerance",
+    type=click.FloatRange(0, min_open=True),
+    help="Largest NMSE of the logits.  [default: by the model's formats]",
 )
 @json_option
 @threads_option
@@ -292,18 +294,16 @@ def verify(
 
     The exit code is 1 if anything is out of tolerance.
     """
-    from zllmc.cache import cached_artifact, is_artifact
+    from zllmc.cache import artifact_of, is_artifact
     from zllmc.terminal import progress_bars
     from zllmc.verify import verify_artifact
 
-    if is_artifact(model):
-        artifact = model
-    else:
-        source = source or model
-        with progress_bars() as progress:
-            artifact = cached_artifact(
-                model, target=target or "cpu", context=context, kv=kv or "f16", progress=progress
-            )
+    if not is_artifact(model):
+        source = model
+    with progress_bars() as progress:
+        artifact = artifact_of(
+            model, target=target or "cpu", context=context, kv=kv or "f16", progress=progress
+        )
     passed = verify_artifact(
         artifact,
         source=source,
@@ -347,9 +347,13 @@ def bench(
 ) -> None:
     """Measure how fast MODEL runs: load, prefill, decode, time to the first token, memory."""
     from zllmc.bench import run_bench
+    from zllmc.cache import artifact_of
+    from zllmc.terminal import progress_bars
 
+    with progress_bars() as progress:
+        artifact = artifact_of(model, progress=progress)
     run_bench(
-        model,
+        artifact,
         prompt=prompt,
         tokens=tokens,
         depth=depth,

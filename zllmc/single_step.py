@@ -1,0 +1,213 @@
+"""Runs an artifact's launches one by one and reads operands back from memory, as the references take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zllmc.compiler import MAX_ROWS, MAX_TOKENS
+from zllmc.frontends.model import Model, load_model
+from zllmc.passes.lower import lower
+from zllmc.passes.pipeline import run_passes
+from zllmc.runtime.artifact import Artifact
+from zllmc.runtime.cpu import CpuDevice
+from zllmc.runtime.memory import Memory, allocate, map_file
+from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.fused_ops import GROUP
+from zllmc.zllm_ir.interpreter import KVState, bind_weight
+from zllmc.zllm_ir.kernel_graph import (
+    KEY_BLOCK,
+    KernelGraph,
+    KernelNode,
+    KVOperand,
+    Operand,
+    activation_row_bytes,
+    symbol,
+)
+from zllmc.zllm_ir.op import OPS
+from zllmc.zllm_ir.plan import (
+    CONTROL_CACHED,
+    CONTROL_FIRST_ROW,
+    CONTROL_TOKENS,
+    EntryPoint,
+    Launch,
+    Pointer,
+)
+from zllmc.zllm_ir.types import R, T
+
+Array = NDArray[Any]
+
+
+class Machine:
+    """An artifact's kernels and memory, with the kernel graphs that say what each launch means.
+
+    Raises ZllmcError if `source`, compiled by this version, doesn't give the artifact's launches.
+    """
+
+    def __init__(self, artifact: Artifact, source: Path, threads: int | None) -> None:
+        manifest = artifact.manifest
+        model = load_model(source, context=manifest.context, kv=manifest.kv)
+        self.graphs = {name: _lowered(model, name, manifest.context) for name in ("prefill", "decode")}
+        self.entries = {entry.name: entry for entry in artifact.plan.entries}
+        self.weights = model.weights
+        self.names = {buffer.name: number for number, buffer in enumerate(artifact.plan.buffers)}
+        for name, graph in self.graphs.items():
+            made = [symbol(node.call) for node in graph.nodes]
+            if made != [launch.kernel for launch in self.entries[name].launches]:
+                raise ZllmcError(
+                    f"{artifact.path} wasn't compiled from {source} by this zllmc: compile the model again."
+                )
+        self.buffers = [
+            map_file(artifact.weights) if buffer.kind == "weights" else allocate(max(buffer.bytes, 1))
+            for buffer in artifact.plan.buffers
+        ]
+        self.device = CpuDevice(artifact.objects, threads)
+
+    def close(self) -> None:
+        self.device.close()
+
+    def launches(self, name: str, ids: list[int], cached: int) -> Iterator[Step]:
+        """The launches of a pass over `ids` after `cached` tokens, with as many rows of logits as fit.
+
+        Run each before asking for the next.
+        """
+        entry, graph = self.entries[name], self.graphs[name]
+        first_row = max(0, len(ids) - entry.max_rows)
+        self._words("tokens")[: len(ids)] = ids
+        self._words("positions")[: len(ids)] = np.arange(cached, cached + len(ids))
+        control = self._words("control")
+        control[[CONTROL_TOKENS, CONTROL_CACHED, CONTROL_FIRST_ROW]] = len(ids), cached, first_row
+        for node, launch in zip(graph.nodes, entry.launches, strict=True):
+            yield Step(self, entry, graph, node, launch, len(ids), len(ids) - first_row, cached)
+
+    def _words(self, name: str) -> Array:
+        memory = self.buffers[self.names[name]]
+        return memory.view(np.int32, (memory.size // 4,))
+
+
+def _lowered(model: Model, name: str, context: int) -> KernelGraph:
+    """The kernel graph of an entry point, as `compile_model` makes it."""
+    tokens = 1 if name == "decode" else None
+    graph = run_passes(model.graph, tokens=tokens, context=context)
+    sizes = {"max_tokens": tokens or MAX_TOKENS, "max_rows": tokens or MAX_ROWS}
+    return lower(graph, name=name, context=context, **sizes)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch of a pass of `tokens` tokens after `cached` ones, with `rows` rows of logits."""
+
+    machine: Machine
+    entry: EntryPoint
+    graph: KernelGraph
+    node: KernelNode
+    launch: Launch
+    tokens: int
+    rows: int
+    cached: int
+
+    @property
+    def kernel(self) -> str:
+        return self.launch.kernel
+
+    def run(self) -> None:
+        alone = EntryPoint(self.kernel, self.entry.max_tokens, self.entry.max_rows, (self.launch,))
+        self.machine.device.record(alone, self.machine.buffers).replay()
+
+    def reference(self) -> list[Array]:
+        """What the results should be, given what memory holds now; call it before `run`."""
+        op = OPS[self.node.call.op]
+        pointers = iter(self._pointers())
+        operands: list[Any] = []
+        for value, operand in zip(self.node.inputs, self.node.call.operands, strict=True):
+            if value is None or operand is None:
+                operands.append(None)
+                continue
+            place = next(pointers)
+            if value in self.graph.weights:
+                operands.append(bind_weight(value, self.machine.weights[value.name]))
+            elif isinstance(operand, KVOperand):
+                operands.append(self._state(operand, place, self.cached + (0 if op.writes else self.tokens)))
+            else:
+                operands.append(self._tensor(operand, place))
+        results = op.reference(*operands, **self.node.call.attributes)
+        flat: list[Array] = []
+        for result in results if isinstance(results, tuple) else (results,):
+            flat += [result.keys, result.values] if isinstance(result, KVState) else [result]
+        return flat
+
+    def results(self) -> list[tuple[str, Array]]:
+        """What memory holds of each result, and how it is stored; a written state last."""
+        call = self.node.call
+        present = [operand for operand in call.operands if operand is not None]
+        pointers = self._pointers()
+        read = [
+            (operand.type.dtype, self._tensor(operand, place))
+            for operand, place in zip(call.results, pointers[len(present) :], strict=True)
+        ]
+        if OPS[call.op].writes:
+            operand, place = next(
+                (o, p) for o, p in zip(present, pointers, strict=False) if isinstance(o, KVOperand)
+            )
+            state = self._state(operand, place, self.cached + self.tokens)
+            read += [(operand.type.storage, state.keys), (operand.type.storage, state.values)]
+        return read
+
+    def _pointers(self) -> list[Pointer]:
+        """Of the present operands and then the results; the first argument is the control block."""
+        return [argument for argument in self.launch.args[1:] if isinstance(argument, Pointer)]
+
+    def _memory(self, place: Pointer) -> Memory:
+        return self.machine.buffers[place.buffer]
+
+    def _tensor(self, operand: Operand, place: Pointer) -> Array:
+        dtype, shape = operand.type.dtype, operand.type.shape
+        if not shape:
+            return np.int32(self._memory(place).view(np.int32, (1,), place.offset)[0])  # type: ignore[return-value]
+        rows = {T: self.tokens, R: self.rows}.get(shape[0]) or int(shape[0])
+        inner = tuple(int(d) for d in shape[1:])
+        width = prod(inner)
+        if dtype == "a8":
+            raw = self._memory(place).view(np.uint8, (rows, activation_row_bytes(width)), place.offset)
+            codes = raw[:, :width].view(np.int8).astype(np.float32)
+            scales = raw[:, width : width + 4 * (width // GROUP)].copy().view(np.float32)
+            return codes * np.repeat(scales, GROUP, axis=1)
+        words = self._memory(place).view(
+            np.int32 if dtype == "i32" else np.float32, ((rows - 1) * operand.stride + width,), place.offset
+        )
+        starts = np.arange(rows)[:, None] * operand.stride
+        values: Array = words[starts + np.arange(width)].reshape(rows, *inner)
+        return values
+
+    def _state(self, operand: KVOperand, place: Pointer, tokens: int) -> KVState:
+        """The first `tokens` keys and values, (tokens, kv_heads, head_dim) each."""
+        kind, layout, capacity = operand.type, operand.layout, operand.capacity
+        heads, width = kind.kv_heads, kind.head_dim
+        memory = self._memory(place)
+
+        def read(offset: int, dtype: str, columns: int, interleaved: bool) -> Array:
+            if not interleaved:
+                array = memory.view(dtype, (heads, capacity, columns), place.offset + offset)
+            else:
+                blocks = (heads, capacity // KEY_BLOCK, columns, KEY_BLOCK)
+                array = memory.view(dtype, blocks, place.offset + offset).swapaxes(2, 3)
+                array = array[:, : -(-tokens // KEY_BLOCK)].reshape(heads, -1, columns)
+            return array[:, :tokens].swapaxes(0, 1).astype(np.float32)
+
+        if kind.storage == "f16":
+            return KVState(
+                kind, read(layout.keys, "f2", width, True), read(layout.values, "f2", width, False)
+            )
+        pairs = ((layout.keys, layout.key_scales, True), (layout.values, layout.value_scales, False))
+        keys, values = (
+            read(codes, "i1", width, interleaved)
+            * np.repeat(read(scales, "f2", layout.groups, interleaved), 64, axis=2)[..., :width]
+            for codes, scales, interleaved in pairs
+        )
+        return KVState(kind, keys, values)

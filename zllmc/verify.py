@@ -1,0 +1,188 @@
+"""`zllmc verify`: every kernel of an artifact, and its logits, against the reference interpreter.
+
+Kernels are checked where they will run: each launch of a real pass is replayed alone, on what earlier kernels
+left in memory. The op's numpy reference gets the same operands, read back from that memory, so errors don't
+add up and a wrong kernel can't hide behind another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zllmc.runtime.artifact import Artifact, Manifest, open_artifact
+from zllmc.runtime.engine import Engine
+from zllmc.single_step import Machine
+from zllmc.wording import table
+from zllmc.zllm_ir.errors import ZllmcError
+
+Array = NDArray[Any]
+
+# Largest NMSE of one kernel's result given the same operands. Stored numbers may round the other way.
+KERNEL_TOLERANCE = {"f32": 1e-9, "a8": 1e-4, "f16": 1e-6, "q8": 1e-4}
+
+# The same of a model's logits on text, by the formats of its weights.
+PLAIN_TOLERANCE = {"F32": 1e-6, "F16": 1e-4, "BF16": 1e-4}
+BLOCK_TOLERANCE = 2e-3
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far `actual` is from `expected`: NMSE is Σ(actual − expected)² / Σ expected²."""
+
+    name: str
+    max_error: float
+    nmse: float
+    tolerance: float
+    top1: float | None = None  # fraction of rows with the same largest element
+
+    @property
+    def passed(self) -> bool:
+        return self.nmse <= self.tolerance  # false for NaN
+
+
+def verify_artifact(
+    artifact: Path,
+    *,
+    source: Path | None = None,
+    against: Path | None = None,
+    tokens: int = 24,
+    tolerance: float | None = None,
+    threads: int | None = None,
+    as_json: bool = False,
+) -> bool:
+    """Prints all comparisons; whether all are within tolerance.
+
+    `source` is the model that the artifact was compiled from, which the interpreter runs; without it only
+    `against`, a file with `tokens` (n,) and `logits` (n, vocab), can be compared with.
+    """
+    opened = open_artifact(artifact)
+    kernels: list[Comparison] = []
+    whole: list[Comparison] = []
+    usual = logits_tolerance(opened.manifest)
+    if against is not None:
+        ids, expected = read_reference(against, opened.manifest)
+        whole.append(
+            compare_logits(f"{against.name}", _logits(artifact, ids, threads), expected, tolerance or usual)
+        )
+    elif source is None:
+        raise ZllmcError(
+            f"{artifact}: name the model that it was compiled from ({opened.manifest.source.file}) with "
+            "--source, or logits to compare with with --against."
+        )
+    if source is not None:
+        ids = np.random.default_rng(0).integers(0, opened.manifest.vocab, tokens).tolist()
+        kernels = list(check_kernels(opened, source, ids, threads))
+        expected = reference_logits(opened.manifest, source, ids)
+        # Random tokens are harder than text: int8 activations alone move a deep model of 135M by 3e-3.
+        allowed = tolerance or (5 * usual if usual == BLOCK_TOLERANCE else usual)
+        whole.append(compare_logits("interpreter", _logits(artifact, ids, threads), expected, allowed))
+    passed = all(comparison.passed for comparison in kernels + whole)
+    if as_json:
+        parts = {"kernels": kernels, "logits": whole}
+        print(json.dumps({"passed": passed} | {k: [_plain(c) for c in v] for k, v in parts.items()}))
+    else:
+        _print(kernels, whole)
+        print("passed" if passed else "FAILED")
+    return passed
+
+
+def logits_tolerance(manifest: Manifest) -> float:
+    """Largest NMSE of the logits: block formats are computed with int8 activations, others with floats."""
+    return max(PLAIN_TOLERANCE.get(format, BLOCK_TOLERANCE) for format in manifest.formats)
+
+
+def read_reference(path: Path, manifest: Manifest) -> tuple[list[int], Array]:
+    """`tokens` and `logits` of a .npz file, or `logits_exact` where it has them."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            tokens = file["tokens"]
+            logits = file["logits_exact" if "logits_exact" in file else "logits"]
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        raise ZllmcError(f"{path}: can't be read as an .npz file with tokens and logits: {error}") from error
+    if tokens.ndim != 1 or logits.shape != (len(tokens), manifest.vocab):
+        raise ZllmcError(
+            f"{path}: tokens {tokens.shape} and logits {logits.shape} don't fit each other and the "
+            f"vocabulary of {manifest.vocab}"
+        )
+    return tokens.tolist(), logits
+
+
+def reference_logits(manifest: Manifest, source: Path, ids: list[int]) -> Array:
+    """The interpreter's logits (n, vocab) of the model as it was before any pass."""
+    from zllmc.frontends.model import load_model
+    from zllmc.zllm_ir.interpreter import Interpreter
+
+    model = load_model(source, context=manifest.context, kv=manifest.kv)
+    logits: Array = Interpreter(model.graph, model.weights).run(ids)[0]
+    return logits
+
+
+def compare_logits(name: str, actual: Array, expected: Array, tolerance: float) -> Comparison:
+    """The mean over the vocabulary is taken off first: it changes no probability."""
+    top1 = float((actual.argmax(-1) == expected.argmax(-1)).mean())
+    a, e = (x.astype(np.float64) - x.mean(-1, keepdims=True, dtype=np.float64) for x in (actual, expected))
+    return compare(name, a, e, tolerance, top1)
+
+
+def compare(
+    name: str, actual: Array, expected: Array, tolerance: float, top1: float | None = None
+) -> Comparison:
+    a, e = actual.astype(np.float64), expected.astype(np.float64)
+    # A softmax over nothing has the maximum −∞, which kernels may keep as a very large negative number.
+    nothing = (a <= -1e30) & (e <= -1e30)
+    a[nothing] = e[nothing] = 0
+    error = a - e
+    scale = float((e**2).sum())
+    nmse = float((error**2).sum()) / scale if scale else float((error**2).sum())
+    return Comparison(name, float(np.abs(error).max(initial=0)), nmse, tolerance, top1)
+
+
+def check_kernels(
+    artifact: Artifact, source: Path, ids: list[int], threads: int | None
+) -> Iterator[Comparison]:
+    """Each kernel once, at its first launch: of a prefill of all `ids` but the last, then of its decode."""
+    machine = Machine(artifact, source, threads)
+    seen: set[str] = set()
+    try:
+        for entry, part, cached in (("prefill", ids[:-1], 0), ("decode", ids[-1:], len(ids) - 1)):
+            for step in machine.launches(entry, part, cached):
+                if step.kernel in seen:
+                    step.run()
+                    continue
+                seen.add(step.kernel)
+                expected = step.reference()
+                step.run()
+                pairs = zip(step.results(), expected, strict=True)
+                parts = [compare(step.kernel, a, e, KERNEL_TOLERANCE[storage]) for (storage, a), e in pairs]
+                yield max(parts, key=lambda c: c.nmse / c.tolerance if c.nmse == c.nmse else np.inf)
+    finally:
+        machine.close()
+
+
+def _logits(artifact: Path, ids: list[int], threads: int | None) -> Array:
+    with Engine.open(artifact, threads=threads) as engine:
+        return engine.logits(ids)
+
+
+def _plain(c: Comparison) -> dict[str, Any]:
+    numbers = {"max_error": c.max_error, "nmse": c.nmse, "tolerance": c.tolerance, "top1": c.top1}
+    return {"name": c.name, "passed": c.passed} | numbers
+
+
+def _print(kernels: list[Comparison], whole: list[Comparison]) -> None:
+    for title, comparisons in (("kernel", kernels), ("logits against", whole)):
+        if not comparisons:
+            continue
+        rows = [[title, "max error", "NMSE", "tolerance", "top-1", ""]]
+        for c in comparisons:
+            top1 = "" if c.top1 is None else f"{100 * c.top1:.1f}%"
+            numbers = [f"{c.max_error:.2e}", f"{c.nmse:.2e}", f"{c.tolerance:.0e}", top1]
+            rows.append([c.name, *numbers, "" if c.passed else "OUT OF TOLERANCE"])
+        print(table(rows) + "\n")
