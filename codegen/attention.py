@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
-from tvm.script.ir_builder import tirx as T
 
 from zllmc.codegen.rows import row_count, signature
 from zllmc.codegen.tir import (
@@ -27,7 +26,9 @@ from zllmc.codegen.tir import (
     cast,
     choose,
     const,
+    hold,
     lanes_of,
+    local,
     serial,
 )
 from zllmc.codegen.vector_math import exp, fma, sum_lanes, tanh
@@ -86,12 +87,6 @@ def check(q: Operand, cache: KVOperand) -> tuple[int, int]:
     return heads, head_dim
 
 
-def stack(dtype: str, elements: int) -> Memory:
-    """A scratch array of 4-byte elements on the stack, also where it is larger than the 1 KiB up to which TVM
-    puts an allocated buffer there."""
-    return Memory.at(bind(T.tvm_stack_alloca("shape", -(-elements // 2))), dtype)  # in units of 8 bytes
-
-
 class Head:
     """The cached keys and values of one kv head, as f32 vectors."""
 
@@ -141,15 +136,15 @@ class Unit:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         rows, width = shape.unit, shape.head_dim
-        self.q = stack("float32", rows * width)  # scaled
-        self.output = stack("float32", rows * width)  # Σ exp(s − max) · v
-        self.maximum = stack("float32", rows)
-        self.sum = stack("float32", rows * shape.lanes)  # Σ exp(s − max), lane by lane
-        self.low, self.high = stack("int32", rows), stack("int32", rows)
+        self.q = local("float32", rows * width)  # scaled
+        self.output = local("float32", rows * width)  # Σ exp(s − max) · v
+        self.maximum = local("float32", rows)
+        self.sum = local("float32", rows * shape.lanes)  # Σ exp(s − max), lane by lane
+        self.low, self.high = local("int32", rows), local("int32", rows)
         # One tile's, within a block of keys:
-        self._weights = stack("float32", shape.rows * BLOCK)  # scores s, then exp(s − max)
-        self._rescale = stack("float32", shape.rows)  # old max − new max, then its exp
-        self._value_scales = stack("float32", BLOCK * 4)  # [key][group]
+        self._weights = local("float32", shape.rows * BLOCK)  # scores s, then exp(s − max)
+        self._rescale = local("float32", shape.rows)  # old max − new max, then its exp
+        self._value_scales = local("float32", BLOCK * 4)  # [key][group]
 
     def start(self, i: Expr, q: Memory, at: Expr, low: Expr, high: Expr) -> None:
         """Begins row i with the query at q[at …]."""
@@ -314,12 +309,6 @@ def _chunk_vectors(shape: Shape, scaled: bool) -> int:
         if vectors % n == 0 and (not scaled or shape.head_dim <= 64 or SCALE_GROUP % (n * shape.lanes) == 0)
     ]
     return fits[-1]
-
-
-def hold(value: Expr) -> Expr:
-    """`value`, computed once, behind a load: TVM's passes replace a bound variable by its value wherever they
-    compare or simplify, which explodes for a chain of bindings that each use the last more than once."""
-    return bind(Register(str(value.ty.dtype).split("x")[0], lanes_of(value), value).get())
 
 
 def _zero(lanes: int) -> Expr:

@@ -15,14 +15,25 @@ from zllmc.codegen.attention import (
     Unit,
     accumulators,
     check,
-    hold,
     max_lanes,
     register_rows,
-    stack,
 )
 from zllmc.codegen.quantize import ActivationRows
 from zllmc.codegen.rows import pieces, share, signature
-from zllmc.codegen.tir import Expr, Kernel, Memory, Register, bind, broadcast, const, lanes_of, serial, when
+from zllmc.codegen.tir import (
+    Expr,
+    Kernel,
+    Memory,
+    Register,
+    bind,
+    broadcast,
+    const,
+    hold,
+    lanes_of,
+    local,
+    serial,
+    when,
+)
 from zllmc.codegen.vector_math import exp, fma, sum_lanes
 from zllmc.targets.cpu import CpuTarget
 from zllmc.zllm_ir.attention_ops import SPLIT_KEYS
@@ -100,7 +111,7 @@ class _Parts:
         self.splits: int = call.attributes["splits"]
         self.head_dim = parts.width // self.splits - 2
         self._stride, self._memory, self._lanes = parts.stride, memory, lanes
-        self._weights = stack("float32", self.splits)
+        self._weights = local("float32", self.splits)
 
     def select(self, head: Expr) -> None:
         """Weights the parts of a head: exp(max − the largest max) / Σ of the sums so weighted."""

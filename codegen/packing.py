@@ -1,7 +1,7 @@
 """How the CPU keeps a weight matrix: the block format's own bits, with rows interleaved for the vector unit.
 
-A group of `lanes` rows is stored together, so that one vector register holds the same few columns of every row
-and a dot product needs no horizontal sum:
+A group of `lanes` rows is stored together, so that one vector register holds the same few columns of every
+row and a dot product needs no horizontal sum:
 
     group g:  [codes][scales], padded to 64 bytes
     codes:    units of 32 columns; each unit: for each plane of `bits` bits, `bits` vectors of 4·lanes bytes.

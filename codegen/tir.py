@@ -122,6 +122,12 @@ def bind(value: Expr) -> Expr:
     return T.bind(value)
 
 
+def hold(value: Expr) -> Expr:
+    """`value`, computed once, behind a load: TVM's passes replace a bound variable by its value wherever they
+    compare or simplify, which explodes for a chain of bindings that each use the last more than once."""
+    return bind(Register(str(value.ty.dtype).split("x")[0], lanes_of(value), value).get())
+
+
 @contextmanager
 def serial(begin: Expr, end: Expr) -> Iterator[Expr]:
     """for i in begin … end−1."""

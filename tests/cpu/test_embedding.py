@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from blocks import random_rows
 from harness import RUNNABLE, control, run
 from test_linear import FLOOR
-
 from zllmc.codegen.embedding import embedding
 from zllmc.codegen.packing import layout_of, pack_rows
 from zllmc.zllm_ir.formats import FORMATS, decode

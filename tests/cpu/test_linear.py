@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from activations import a8_rows
 from blocks import random_rows
 from harness import RUNNABLE, assembly, control, run
-
 from zllmc.codegen.linear import linear
 from zllmc.codegen.packing import layout_of, pack_rows
 from zllmc.targets.cpu import TARGETS

@@ -7,10 +7,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from blocks import LARGEST, field_values, random_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blocks import LARGEST, field_values, random_rows
 from zllmc.zllm_ir import formats
 from zllmc.zllm_ir.formats import (
     BY_GGML_TYPE,

@@ -7,10 +7,10 @@ from math import prod
 import gguf
 import numpy as np
 import pytest
-from gguf_writer import ARRAY, BOOL, CODES, F32, STRING, U16, U32, array, key, model_of, scalar, u32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gguf_writer import ARRAY, BOOL, CODES, F32, STRING, U16, U32, array, key, model_of, scalar, u32
 from zllmc.frontends.gguf import GGML_TYPES, GGUFError, read_gguf
 
 F32_TYPE, Q4_K_TYPE = 0, 12

@@ -7,6 +7,9 @@ import time
 import tracemalloc
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from gguf_writer import (
     ARRAY,
     BOOL,
@@ -25,9 +28,6 @@ from gguf_writer import (
     u32,
     u64,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from zllmc.frontends.gguf import GGML_TYPES, MAX_ALIGNMENT, GGUFError, read_gguf
 from zllmc.frontends.gguf_header import MAX_DEPTH, MAX_HEADER, MAX_ITEMS
 from zllmc.zllm_ir.errors import ZllmcError
