@@ -3,6 +3,7 @@
 import os
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -36,3 +37,33 @@ def models() -> Callable[[str], pathlib.Path]:
         return path
 
     return find
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """One cache of compiled kernels for all workers of this run: conformance models share most kernels."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernel-cache"
+
+
+@pytest.fixture(scope="session")
+def compiled(
+    conformance: pathlib.Path, kernel_cache: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., pathlib.Path]:
+    """The artifact of a conformance entry or a model file: `compiled(model, context=64, kv="f16")`. Each is
+    compiled once by a worker, and must not be changed."""
+    from compiled import entry_file
+    from zllmc.compiler import compile_model
+
+    folder = tmp_path_factory.mktemp("compiled")
+    done: dict[Any, pathlib.Path] = {}
+
+    def compile(model: str | pathlib.Path, *, context: int = 64, kv: str = "f16") -> pathlib.Path:
+        key = model, context, kv
+        if key not in done:
+            file = entry_file(model, folder) if isinstance(model, str) else model
+            output = folder / f"{len(done)}-{file.stem}.zllm"
+            done[key] = compile_model(file, output, context=context, kv=kv, kernel_cache=kernel_cache)
+        return done[key]
+
+    return compile
