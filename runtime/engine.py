@@ -141,6 +141,7 @@ class Engine:
     def logits(self, ids: Sequence[int]) -> Logits:
         """Logits after every token of `ids` (n, vocab), from an empty session."""
         session = self.session()
+        self._check(session, ids)
         step = min(self._entries["prefill"].max_rows, self._entries["prefill"].max_tokens)
         parts = []
         for start in range(0, len(ids), step):
@@ -151,11 +152,7 @@ class Engine:
 
     def advance(self, session: Session, ids: Sequence[int]) -> Logits:
         """Append `ids` to the session's state; the last one's logits. Called by Session."""
-        if len(session.tokens) + len(ids) > self.context:
-            raise ContextFull(
-                f"{len(session.tokens)} tokens are cached and {len(ids)} more do not fit the context of "
-                f"{self.context}: shorten the conversation, or compile with a larger --context."
-            )
+        self._check(session, ids)
         prefill = self._entries["prefill"]
         for start in range(0, len(ids), prefill.max_tokens):
             part = ids[start : start + prefill.max_tokens]
@@ -164,19 +161,26 @@ class Engine:
         logits: Logits = self._logits[0]
         return logits
 
+    def _check(self, session: Session, ids: Sequence[int]) -> None:
+        """Refuse ids that cannot all be appended, before a pass appends the first of them."""
+        if len(session.tokens) + len(ids) > self.context:
+            raise ContextFull(
+                f"{len(session.tokens)} tokens are cached and {len(ids)} more do not fit the context of "
+                f"{self.context}: shorten the conversation, or compile with a larger --context."
+            )
+        vocab = self.manifest.vocab
+        for id in ids:
+            if not 0 <= id < vocab:
+                raise ZllmcError(f"token id {id} is outside the vocabulary of {vocab}.")
+
     def _run(self, session: Session, entry: EntryPoint, ids: Sequence[int], *, first_row: int) -> None:
         count, cached = len(ids), len(session.tokens)
-        if cached + count > self.context:
-            raise ContextFull(f"{cached + count} tokens do not fit the context of {self.context}.")
-        given = np.asarray(ids, np.int64)
-        if given.min() < 0 or given.max() >= self.manifest.vocab:
-            raise ZllmcError(f"a token id is outside the vocabulary of {self.manifest.vocab}.")
         if session is not self._bound:
             for recording in self.recordings.values():
                 for number, memory in session.states.items():
                     recording.rebind(number, memory)
             self._bound = session
-        self._tokens[:count] = given
+        self._tokens[:count] = ids
         self._positions[:count] = np.arange(cached, cached + count)
         self._control[CONTROL_TOKENS] = count
         self._control[CONTROL_CACHED] = cached
