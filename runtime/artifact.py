@@ -7,10 +7,14 @@ weights.bin         weights packed for the target
 tokenizer.json      for the `tokenizers` library
 tokenizer_facts.json
 chat_template.jinja where the model has one
+
+The manifest has a digest of every file but two: weights.bin, which is too large to be read just for that, and
+the template, which users may change.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +23,10 @@ import msgspec
 
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.host import host_architecture, host_flags
-from zllmc.zllm_ir.plan import Plan
+from zllmc.zllm_ir.plan import CONTROL_WORDS, Plan, Pointer
 
 FORMAT_VERSION = 1
+_UNCHECKED = ("manifest.json", "weights.bin", "chat_template.jinja")
 
 
 class ArtifactError(ZllmcError):
@@ -57,6 +62,7 @@ class Manifest(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int
     weights_bytes: int
     source_weights_bytes: int
+    files: dict[str, str]  # SHA-256 by path, as `digests` gives it
     notes: tuple[str, ...] = ()
 
 
@@ -76,7 +82,13 @@ class Artifact:
 
     @property
     def objects(self) -> list[Path]:
-        return sorted((self.path / "kernels").glob("*.o"))
+        return [self.path / name for name in self.manifest.files if name.startswith("kernels/")]
+
+
+def digests(path: Path) -> dict[str, str]:
+    """SHA-256 by path of the files in the folder `path` that must stay as the compiler wrote them."""
+    files = {f.relative_to(path).as_posix(): f for f in path.rglob("*") if f.is_file()}
+    return {name: _digest(files[name].read_bytes()) for name in sorted(files) if name not in _UNCHECKED}
 
 
 def open_artifact(path: Path) -> Artifact:
@@ -93,27 +105,29 @@ def open_artifact(path: Path) -> Artifact:
                 "compile the model again."
             )
         manifest = msgspec.convert(head, Manifest)
-        plan = msgspec.json.decode((path / "plan.json").read_bytes(), type=Plan)
+        _check_machine(path, manifest)
+        content = {name: (path / name).read_bytes() for name in manifest.files}
+        for name, data in content.items():
+            if _digest(data) != manifest.files[name]:
+                raise ValueError(f"{name} is not what the compiler wrote")
+        plan = msgspec.json.decode(content["plan.json"], type=Plan)
+        _check_plan(plan, manifest)
         tokenizer = None
-        if (path / "tokenizer_facts.json").is_file():
-            facts = msgspec.json.decode((path / "tokenizer_facts.json").read_bytes(), type=dict[str, Any])
-            tokenizer = (path / "tokenizer.json").read_text(encoding="utf-8"), facts
+        if "tokenizer.json" in content:
+            facts = msgspec.json.decode(content["tokenizer_facts.json"], type=dict[str, Any])
+            tokenizer = content["tokenizer.json"].decode(), facts
         template = path / "chat_template.jinja"
         chat = template.read_text(encoding="utf-8") if template.is_file() else None
-    except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+        size = (path / "weights.bin").stat().st_size
+        if size != manifest.weights_bytes:
+            raise ValueError(f"weights.bin has {size:,} bytes instead of {manifest.weights_bytes:,}")
+    except (OSError, ValueError, KeyError, RecursionError, msgspec.MsgspecError) as error:
         raise ArtifactError(f"{path} is damaged ({error}): compile the model again.") from error
-    _check_machine(path, manifest)
-    artifact = Artifact(path, manifest, plan, tokenizer, chat)
-    try:
-        size = artifact.weights.stat().st_size
-    except OSError as error:
-        raise ArtifactError(f"{path} is damaged ({error}): compile the model again.") from error
-    if size != manifest.weights_bytes:
-        raise ArtifactError(
-            f"{artifact.weights} has {size:,} bytes, its manifest says {manifest.weights_bytes:,}: "
-            "compile the model again."
-        )
-    return artifact
+    return Artifact(path, manifest, plan, tokenizer, chat)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _check_machine(path: Path, manifest: Manifest) -> None:
@@ -128,3 +142,45 @@ def _check_machine(path: Path, manifest: Manifest) -> None:
             f"{path} was compiled for {manifest.target}; this machine's CPU lacks {', '.join(missing)}. "
             "Compile it here, or with --target cpu:avx2."
         )
+
+
+def _check_plan(plan: Plan, manifest: Manifest) -> None:
+    """Raises ValueError for a plan that could reach outside its buffers or that the engine cannot drive."""
+    sizes = {buffer.name: buffer.bytes for buffer in plan.buffers}
+    entries = {entry.name: entry for entry in plan.entries}
+    if len(sizes) != len(plan.buffers) or len(entries) != len(plan.entries):
+        raise ValueError("its plan has a name twice")
+    if not entries.keys() >= {"decode", "prefill"}:
+        raise ValueError("its plan has no decode or no prefill")
+    tokens = max(entry.max_tokens for entry in plan.entries)
+    rows = max(entry.max_rows for entry in plan.entries)
+    least = {
+        "tokens": 4 * tokens,
+        "positions": 4 * tokens,
+        "control": 4 * CONTROL_WORDS,
+        "logits": 4 * rows * manifest.vocab,
+    }
+    for name, size in least.items():
+        if sizes.get(name, 0) < size:
+            raise ValueError(f"its plan has {sizes.get(name, 0):,} bytes for {name}, which take {size:,}")
+    states = sum(buffer.bytes for buffer in plan.buffers if buffer.kind == "state")
+    if states < manifest.context * manifest.kv_bytes_per_token:
+        raise ValueError(f"its plan has no room for a context of {manifest.context:,}")
+    for buffer in plan.buffers:
+        if buffer.bytes < 0 or (buffer.kind == "weights" and buffer.bytes > manifest.weights_bytes):
+            raise ValueError(f"its plan has {buffer.bytes:,} bytes for {buffer.name}")
+    for entry in plan.entries:
+        if not 1 <= entry.max_rows <= entry.max_tokens:
+            raise ValueError(f"{entry.name} takes {entry.max_tokens} tokens and {entry.max_rows} rows")
+        for launch in entry.launches:
+            if f"kernels/{launch.kernel}.o" not in manifest.files:
+                raise ValueError(f"{entry.name} calls {launch.kernel}, which is not there")
+            for argument in launch.args:
+                if isinstance(argument, Pointer) and not (
+                    0 <= argument.buffer < len(plan.buffers)
+                    and 0 <= argument.offset < plan.buffers[argument.buffer].bytes
+                ):
+                    raise ValueError(
+                        f"{launch.kernel} in {entry.name} points {argument.offset:,} bytes into buffer "
+                        f"{argument.buffer}, which is not there or smaller"
+                    )

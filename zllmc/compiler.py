@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import glob
 import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,7 +31,7 @@ from zllmc.frontends.tokenizer import (
 from zllmc.passes.lower import lower
 from zllmc.passes.pipeline import run_passes
 from zllmc.passes.plan import kernel_calls, make_plan, stored_weights
-from zllmc.runtime.artifact import FORMAT_VERSION, Manifest, Source
+from zllmc.runtime.artifact import FORMAT_VERSION, Manifest, Source, digests
 from zllmc.targets import cpu
 from zllmc.targets.cpu import CpuTarget
 from zllmc.zllm_ir.errors import ZllmcError
@@ -105,7 +108,7 @@ def compile_model(
             (folder / "tokenizer_facts.json").write_bytes(msgspec.json.encode(tokenizer.facts))
         if template is not None:
             (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-        manifest = _manifest(source, device, capacity, kv, weights_bytes, progress)
+        manifest = _manifest(source, device, capacity, kv, weights_bytes, digests(folder), progress)
         (folder / "manifest.json").write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
     return Path(output)
 
@@ -197,28 +200,78 @@ def _vector(format: str, shape: tuple[int, ...], raw: NDArray[np.uint8]) -> Iter
 
 @contextmanager
 def _atomic_folder(output: Path) -> Iterator[Path]:
-    """A temporary sibling of `output` that takes its name when all went well, and vanishes otherwise."""
+    """A temporary sibling of `output` that takes its name when all went well, and vanishes otherwise.
+
+    It stays locked as long as this process lives: siblings without a lock are what killed compilations left,
+    and are removed.
+    """
+    _check_replaceable(output)
     output.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as lock:
+        with _locked(output.parent):  # else another compilation could find the new folder before it is locked
+            for left in output.parent.glob(f".{glob.escape(output.name)}-*{_PARTIAL}"):
+                with suppress(OSError), _locked(left, wait=False):
+                    shutil.rmtree(left)
+            folder = _temporary(output)
+            lock.enter_context(_locked(folder))
+        try:
+            folder.chmod(0o755)
+            yield folder
+            _rename(folder, output)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _rename(folder: Path, output: Path) -> None:
+    """Give `folder` the name `output`. An artifact that has it is moved away first, and removed."""
+    while True:
+        try:
+            os.replace(folder, output)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        _check_replaceable(output)
+        old = _temporary(output)
+        with suppress(FileNotFoundError):  # another compilation has moved it
+            os.replace(output, old / "old")
+        shutil.rmtree(old, ignore_errors=True)
+
+
+_PARTIAL = ".partial"  # ends the names of temporary folders
+
+
+def _temporary(output: Path) -> Path:
+    return Path(tempfile.mkdtemp(prefix=f".{output.name}-", suffix=_PARTIAL, dir=output.parent))
+
+
+def _check_replaceable(output: Path) -> None:
     if output.exists() and not (output / "manifest.json").is_file():
         raise ZllmcError(f"{output} exists and is no artifact: choose another name with -o.")
-    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+
+
+@contextmanager
+def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Holds an advisory lock on a folder; the system releases it however the process ends.
+
+    Raises BlockingIOError instead of waiting for another process that holds it, unless `wait`.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        folder.chmod(0o755)
-        yield folder
-        if output.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-            os.replace(output, old / "old")
-            os.replace(folder, output)
-            shutil.rmtree(old)
-        else:
-            os.replace(folder, output)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _manifest(
-    model: Model, device: CpuTarget, context: int, kv: str, weights_bytes: int, progress: Progress
+    model: Model,
+    device: CpuTarget,
+    context: int,
+    kv: str,
+    weights_bytes: int,
+    files: dict[str, str],
+    progress: Progress,
 ) -> Manifest:
     formats: dict[str, int] = {}
     for value in model.graph.weights:
@@ -248,6 +301,7 @@ def _manifest(
         kv_bytes_per_token=sum(s.bytes_per_token for s in states),
         weights_bytes=weights_bytes,
         source_weights_bytes=model.weight_bytes,
+        files=files,
     )
 
 
