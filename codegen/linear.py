@@ -19,12 +19,25 @@ from tvm.script.ir_builder import tirx as T
 from zllmc.codegen.dot import Dot, broadcast_pair, broadcast_step, load_i32
 from zllmc.codegen.packing import STEPS, UNIT, PackedLayout, layout_of
 from zllmc.codegen.rows import row_count
-from zllmc.codegen.tir import Expr, Kernel, Memory, Register, bind, bits, broadcast, cast, const, serial
+from zllmc.codegen.tir import (
+    Expr,
+    Kernel,
+    Memory,
+    Register,
+    bind,
+    bits,
+    broadcast,
+    cast,
+    const,
+    prefetch,
+    serial,
+)
 from zllmc.targets.cpu import CpuTarget
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand, activation_row_bytes
 
 ROW_TILE = 4  # rows of x that share an unpacked weight vector
+PREFETCH_BYTES = 6144  # 2 KiB is too late for memory, 16 KiB crowds the L1 cache
 _L2_SHARE = 192 * 1024  # bytes of x that stay in a core's L2 cache while weights stream past
 
 
@@ -182,6 +195,8 @@ class _Tile:
         """Of 32 columns, per row of x: Σ_sub sc · Σ (q − z) · x, and Σ_sub mn · Σ x; i32 lanes."""
         layout, dot, lanes = self.layout, self.dot, self.dot.lanes
         fmt = layout.format
+        if len(row_words) == 1:
+            self._prefetch(codes, unit, columns=UNIT)
         raw = dot.code_steps(layout, codes, bind(unit * layout.unit_bytes))
         steps = [dot.values(layout, step) for step in raw]
         x = [
@@ -225,6 +240,14 @@ class _Tile:
             mn = bind(cast(scales.load(mins_at + unit_in_block * (2 * lanes), 2 * lanes), "int16"))
         return sums, [bind(dot.pair_sum(mn, p)) for p in pairs]
 
+    def _prefetch(self, record: Memory, piece: Expr, columns: int) -> None:
+        """Ask for what the weights of `columns` columns take, PREFETCH_BYTES ahead. A group is two streams
+        that jump at its end, which the hardware's prefetcher loses; the bytes ahead are one run."""
+        size = self.layout.group_bytes * columns // self.layout.columns
+        ahead = bind(piece * size + PREFETCH_BYTES)
+        for line in range(0, size, 64):
+            prefetch(record, ahead + line)
+
     # -- plain floats --------------------------------------------------------------------------------------
 
     def _plain(self, record: Memory, x: Memory, rows: list[Expr]) -> list[Expr]:
@@ -236,6 +259,8 @@ class _Tile:
         sums = [[Register("float32", lanes, zero) for _ in range(chains)] for _ in rows]
         bases = [bind(row * self.x_stride) for row in rows]
         with serial(0, columns // depth) as k:
+            if len(rows) == 1:
+                self._prefetch(record, k, columns=depth)
             for j in range(depth):
                 column = k * depth + j
                 w = bind(self._float(record, column))

@@ -87,6 +87,13 @@ class Memory:
         return Memory.at(T.bind(T.address_of(self.buffer[index])), self.dtype)
 
 
+def prefetch(memory: Memory, index: Expr) -> None:
+    """Ask for the cache line of element `index`; it may lie outside the memory."""
+    address = T.address_of(memory.buffer[index])
+    read, keep, data = (const(v, "int32") for v in (0, 3, 1))
+    T.evaluate(T.call_llvm_intrin("llvm.prefetch", address, read, keep, data, dtype="void"))
+
+
 class Register:
     """A variable that holds one vector (or scalar): `r.set(r.get() + x)`. It becomes a machine register
     when all its uses have constant indices, which these have."""
