@@ -94,10 +94,9 @@ def speeds(stats: Stats) -> str:
     return f"{prompt} | {answer}" + (f", {stats.decode_rate:.1f} tokens/s" if stats.tokens > 1 else "")
 
 
-def answer_once(conversation: Conversation, prompt: str) -> bool:
+def answer_once(conversation: Conversation, prompt: str, *, quiet: bool = False) -> bool:
     """Prints the answer to one prompt; False if Ctrl-C cut it short."""
-    finish = _print_answer(conversation, prompt)
-    return finish != "cancelled"
+    return _print_answer(conversation, prompt, quiet=quiet) != "cancelled"
 
 
 def converse(conversation: Conversation) -> None:
@@ -117,13 +116,15 @@ def converse(conversation: Conversation) -> None:
                 note(f"{error} (/reset starts again)")
 
 
-def _print_answer(conversation: Conversation, text: str) -> str | None:
+def _print_answer(conversation: Conversation, text: str, *, quiet: bool = False) -> str | None:
     finish = None
     with interruptible() as cancel:
         for chunk in conversation.ask(text, cancel):
             say(chunk.text)
             finish = chunk.finish
     say("\n")
+    if quiet:
+        return finish
     if finish == "cancelled":
         note("(stopped)")
     elif finish == "length":

@@ -19,8 +19,7 @@ Examples:
   zllmc compile model.gguf -o model.zllm
   zllmc run model.zllm
 """
-INTERRUPTED = 130  # exit codes as shells give them for SIGINT and SIGPIPE
-BROKEN_PIPE = 141
+INTERRUPTED = 130  # as shells have it
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         # The reader has left; the interpreter would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = BROKEN_PIPE
+        code = 1  # as click has it
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         code = _fail(f"{place}{error.strerror or error}", ZllmcError.exit_code)
@@ -225,7 +224,7 @@ def run(
         if prompt is None:
             chat.converse(conversation)
             return
-        complete = chat.answer_once(conversation, sys.stdin.read() if prompt == "-" else prompt)
+        complete = chat.answer_once(conversation, sys.stdin.read() if prompt == "-" else prompt, quiet=quiet)
         if not quiet:
             note(conversation.stats())
         if not complete:

@@ -6,32 +6,58 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zllmc.wording import harmless
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 
 @contextmanager
 def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress callback: one bar for each stage, on stderr if that is a terminal, else nothing."""
-    if not sys.stderr.isatty():
-        yield lambda stage, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    """A progress callback for compiling: a bar for each stage, on stderr if that is a terminal.
 
-    columns = (TextColumn("{task.description:10}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    Ctrl-C raises KeyboardInterrupt in the callback only: anywhere else it could hit TVM, which crashes.
+    """
+    with interruptible() as stop, ExitStack() as stack:
+        show = _bars(stack) if sys.stderr.isatty() else lambda stage, done, total: None
 
         def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
+            if stop.is_set():
+                raise KeyboardInterrupt
+            show(stage, done, total)
 
         yield report
+        if stop.is_set():
+            raise KeyboardInterrupt
+
+
+def _bars(stack: ExitStack) -> Callable[[str, int, int], None]:
+    """Shows the bars from the first report on; until then the terminal isn't touched."""
+    bars: Progress | None = None
+    tasks: dict[str, TaskID] = {}
+
+    def show(stage: str, done: int, total: int) -> None:
+        nonlocal bars
+        if bars is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+            columns = (
+                TextColumn("{task.description:10}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+            )
+            bars = stack.enter_context(Progress(*columns, console=Console(stderr=True)))
+        if stage not in tasks:
+            tasks[stage] = bars.add_task(stage, total=total)
+        bars.update(tasks[stage], completed=done, total=total)
+
+    return show
 
 
 @contextmanager
