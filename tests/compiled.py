@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from conftest import SHARED
 from gguf_writer import ARRAY, BOOL, F64, I64, STRING, array, key, model_of, scalar
 from models import DENSE, File, open_entry
+from places import SHARED
 from zllmc.frontends.gguf import GGML_TYPES
 
 _TYPE_IDS = {kind.name: id for id, kind in GGML_TYPES.items()}

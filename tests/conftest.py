@@ -1,4 +1,4 @@
-"""Where the shared reference data and the real models lie, for every tier of tests."""
+"""The shared reference data, the real models and compiled ones, for every tier of tests."""
 
 import os
 import pathlib
@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
-SHARED = pathlib.Path(os.environ.get("ZLLMC_SHARED", REPOSITORY.parent / "shared"))
-MODELS = pathlib.Path(os.environ.get("ZLLMC_MODELS", REPOSITORY / "models"))
+from places import MODELS, SHARED
 
 # A Python that a test starts here would take the folder zllmc/ for the installed package.
 os.environ["PYTHONSAFEPATH"] = "1"

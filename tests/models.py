@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from conftest import SHARED
+from places import SHARED
 from zllmc.frontends.architectures import architectures
 from zllmc.frontends.gguf import read_gguf
 from zllmc.frontends.model import Model, model_from_gguf

@@ -9,7 +9,7 @@ import tomllib
 
 import pytest
 
-from conftest import REPOSITORY
+from places import REPOSITORY
 
 FOLDERS = ["frontends", "passes", "codegen", "runtime", "targets", "zllm_ir"]
 RULES = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import REPOSITORY
+from places import REPOSITORY
 
 FOLDERS = ["zllm_ir", "frontends", "passes", "codegen", "targets", "runtime"]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
