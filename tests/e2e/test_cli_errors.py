@@ -1,0 +1,118 @@
+"""What goes wrong: files, options, readers that leave, interrupts."""
+
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gguf_writer import STRING, key, model, string
+from processes import COMMAND, Run, cached
+
+pytest_plugins = ("cli_fixtures",)
+
+
+def bad_files(folder: pathlib.Path, good: bytes) -> dict[str, pathlib.Path]:
+    unsupported = model([key("general.architecture", STRING, string("martian"))])
+    contents = {
+        "empty": b"",
+        "text": b"just text",
+        "cut header": good[:200],
+        "cut data": good[:-2000],
+        "unsupported": unsupported,
+        "hostile": b"GGUF" + (3).to_bytes(4, "little") + b"\xff" * 16 + bytes(64),
+        "control": model([key("general.architecture", STRING, string("a\x1b[2J\nb"))]),
+    }
+    for name, data in contents.items():
+        (folder / f"{name}.gguf").write_bytes(data)
+    paths = {name: folder / f"{name}.gguf" for name in contents}
+    return paths | {"missing": folder / "missing.gguf", "folder": folder / "nothing-in-here"}
+
+
+@pytest.mark.parametrize("command", ["compile", "run", "info", "verify", "bench"])
+@pytest.mark.parametrize(
+    "name",
+    ["empty", "text", "cut header", "cut data", "unsupported", "hostile", "control", "missing", "folder"],
+)
+def test_a_file_that_cannot_be_used_is_one_paragraph_and_exit_code_2(
+    run: Run, gguf: pathlib.Path, tmp_path: pathlib.Path, command: str, name: str, cache: pathlib.Path
+) -> None:
+    before = cached(cache)
+    (tmp_path / "nothing-in-here").mkdir()
+    path = bad_files(tmp_path, gguf.read_bytes())[name]
+    output = ["-o", tmp_path / "out.zllm"] if command == "compile" else []
+    done = run(command, path, *output)
+    assert done.code == 2
+    assert done.err.startswith("zllmc: ") and done.err.count("\n") == 1 and "\x1b" not in done.err
+    assert not (tmp_path / "out.zllm").exists() and cached(cache) == before
+
+
+def test_a_bad_file_is_refused_before_the_compiler_is_loaded(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    code = f"""
+import atexit, sys
+atexit.register(lambda: print("tvm" in sys.modules))
+from zllmc.cli import main
+main(["compile", {str(tmp_path / "bad.gguf")!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8")
+    assert (done.returncode, done.stdout) == (2, "False\n")
+
+
+@pytest.mark.parametrize("wrong", ["weights.bin", "plan.json", "manifest.json", "tokenizer.json"])
+def test_a_damaged_artifact_is_refused(
+    run: Run, artifact: pathlib.Path, tmp_path: pathlib.Path, wrong: str
+) -> None:
+    broken = shutil.copytree(artifact, tmp_path / "broken.zllm")
+    os.truncate(broken / wrong, (broken / wrong).stat().st_size // 2)
+    done = run("run", broken, "hi")
+    assert done.code == 2 and done.err.startswith("zllmc: ") and done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (["--temperature", "-1"], "temperature"),
+        (["--top-p", "2"], "top_p"),
+        (["--stop", ""], "stop string"),
+        (["--threads", "0"], "threads"),
+        (["--no-such-option"], "no-such-option"),
+    ],
+)
+def test_wrong_options_are_named(run: Run, artifact: pathlib.Path, options: list[str], name: str) -> None:
+    done = run("run", artifact, "hi", *options)
+    assert done.code == 2 and name in done.err
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    with subprocess.Popen(
+        [*COMMAND, "targets"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout and child.stderr
+        child.stdout.close()
+        assert child.stderr.read() == ""
+    assert child.returncode == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_an_interrupted_compile_leaves_nothing_that_loads(
+    gguf: pathlib.Path, tmp_path: pathlib.Path, number: signal.Signals, code: int
+) -> None:
+    output = tmp_path / "out.zllm"
+    environment = {**os.environ, "ZLLMC_CACHE": str(tmp_path / "cold")}
+    command = [*COMMAND, "compile", str(gguf), "-o", str(output)]
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    end = time.monotonic() + 60
+    while not list(tmp_path.glob(".out.zllm-*/kernels/*.o")):
+        assert child.poll() is None and time.monotonic() < end
+        time.sleep(0.01)
+    child.send_signal(number)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == code and b"Traceback" not in err
+    assert not output.exists()
+    left = [path.name for path in tmp_path.iterdir() if path.name != "cold"]
+    assert left == [] or number == signal.SIGKILL

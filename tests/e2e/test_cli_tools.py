@@ -1,0 +1,132 @@
+"""info, targets, verify and bench."""
+
+import json
+import pathlib
+import shutil
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import zllmc
+from processes import Run
+
+pytest_plugins = ("cli_fixtures",)
+
+Compiled = Callable[..., pathlib.Path]
+
+
+def test_info_of_a_model(run: Run, gguf: pathlib.Path) -> None:
+    facts = json.loads(run("info", gguf, "--json").out)
+    assert (facts["architecture"], facts["parameters"], facts["layers"]) == ("llama", 64192, 1)
+    assert facts["kv_bytes_per_token"] == {"f16": 128, "q8": 72}
+    assert facts["targets"]["cpu:avx2"] == {"F32": True}
+    text = run("info", gguf).out
+    assert "blk.*.ffn_gate.weight" in text and "bpe (gpt-2)" in text and "KV f16 (128 B/token)" in text
+
+
+def test_info_of_an_artifact(run: Run, artifact: pathlib.Path) -> None:
+    assert json.loads(run("info", artifact, "--json").out)["context"] == 512
+    assert "llama 64k F32 | weights" in run("info", artifact).out
+
+
+def test_info_shows_what_an_unsupported_model_is(run: Run, conformance: pathlib.Path) -> None:
+    done = run("info", conformance / "quants" / "llama-dense-IQ1_M.gguf")
+    assert done.code == 2 and "no kernel for" in done.out and "IQ1_M" in done.err
+
+
+def test_targets_keeps_four_states_apart(run: Run) -> None:
+    result = json.loads(run("targets", "--json").out)
+    cells = {(cell["format"], cell["target"]): cell for cell in result["support"]}
+
+    def states(format: str) -> list[bool]:
+        return [cells[format, "cpu:avx2"][s] for s in ("parsed", "reference", "kernel", "default_path")]
+
+    assert states("Q4_K") == states("F16") == [True, True, True, True]
+    assert states("MXFP4") == [True, True, False, False]
+    assert states("IQ2_XXS") == [True, False, False, False]
+
+
+def test_verify_passes_a_right_artifact(
+    run: Run, artifact: pathlib.Path, gguf: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    tokens = np.arange(10, 40, dtype=np.int32)
+    np.savez(tmp_path / "ref.npz", tokens=tokens, logits=zllmc.load(artifact).logits(tokens.tolist()))
+    done = run("verify", artifact, "--source", gguf, "--against", tmp_path / "ref.npz", "--json")
+    result = json.loads(done.out)
+    assert done.code == 0 and result["passed"]
+    ops = {kernel["name"].split("_")[0] for kernel in result["kernels"]}
+    assert {"embedding", "linear", "rms", "rope", "attention", "glu"} <= ops
+    assert [c["name"] for c in result["logits"]] == ["ref.npz", "interpreter"]
+    assert result["logits"][0]["nmse"] == 0 and result["logits"][0]["top1"] == 1
+
+
+def test_verify_reads_a_quantized_cache(run: Run, gguf: pathlib.Path) -> None:
+    done = run("verify", gguf, "--kv", "q8", "--context", "100")
+    assert done.code == 0, done.out
+
+
+def test_verify_reads_quantized_activations(run: Run, conformance: pathlib.Path, compiled: Compiled) -> None:
+    source = conformance / "quants" / "gemma3-dense-Q8_0.gguf"
+    done = run("verify", compiled(source), "--source", source)
+    assert done.code == 0 and "rms_norm_quantize" in done.out, done.out
+
+
+def test_verify_finds_a_wrong_weight(
+    run: Run, artifact: pathlib.Path, gguf: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    broken = shutil.copytree(artifact, tmp_path / "broken.zllm")
+    with (broken / "weights.bin").open("r+b") as file:
+        file.seek(3)  # the exponent of the first element
+        file.write(b"\x45")
+    done = run("verify", broken, "--source", gguf)
+    assert done.code == 1 and "OUT OF TOLERANCE" in done.out and "FAILED" in done.out
+
+
+def test_verify_finds_wrong_logits(run: Run, artifact: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    tokens = np.arange(10, dtype=np.int32)
+    logits = zllmc.load(artifact).logits(tokens.tolist())
+    np.savez(tmp_path / "ref.npz", tokens=tokens, logits=logits[::-1])
+    assert run("verify", artifact, "--against", tmp_path / "ref.npz").code == 1
+
+
+def test_verify_refuses_what_it_cannot_compare(
+    run: Run, artifact: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    np.savez(tmp_path / "odd.npz", tokens=np.zeros(3, np.int32), logits=np.zeros((3, 7), np.float32))
+    (tmp_path / "bad.npz").write_bytes(b"no zip")
+    for options in (["--against", tmp_path / "odd.npz"], ["--against", tmp_path / "bad.npz"], []):
+        done = run("verify", artifact, *options)
+        assert done.code == 2 and done.err.count("\n") == 1
+
+
+def test_bench_measures(run: Run, artifact: pathlib.Path) -> None:
+    sizes = ("--prompt", "40", "--tokens", "8", "--depth", "20", "--repeat", "2", "--threads", "1")
+    result = json.loads(run("bench", artifact, *sizes, "--profile", "--json").out)
+    assert result["prefill"]["tokens_per_s"] > 0 and result["decode"]["tokens_per_s"] > 0
+    assert len(result["decode"]["s"]) == 2 and result["threads"] == 1
+    assert 0 < result["first_token"]["s"] < 10 and result["load"]["s"] > 0
+    assert result["memory"]["peak_bytes"] > 10 << 20
+    assert sum(kernel["launches"] for kernel in result["profile"]["decode"]) > 8
+    text = run("bench", artifact, *sizes, "--profile").out
+    assert "tokens/s" in text and "time to first token" in text and "linear_F32" in text
+
+
+def test_bench_counts_the_bytes_that_a_token_moves(
+    run: Run, conformance: pathlib.Path, compiled: Compiled
+) -> None:
+    artifact = compiled(conformance / "quants" / "gemma3-dense-Q8_0.gguf")
+    sizes = ("--prompt", "4", "--tokens", "2", "--repeat", "1", "--json")
+    moved = json.loads(run("bench", artifact, *sizes).out)["traffic"]
+    assert 0.9 < moved["moved_over_packed"] < 1.2
+
+
+def test_bench_refuses_more_than_the_context(run: Run, artifact: pathlib.Path) -> None:
+    done = run("bench", artifact, "--prompt", "600")
+    assert done.code == 2 and "512" in done.err
+
+
+@pytest.mark.parametrize("command", ["", "compile", "run", "verify", "bench"])
+def test_help_has_examples(run: Run, command: str) -> None:
+    done = run(*command.split(), "--help")
+    assert done.code == 0 and "zllmc " in done.out.split("Examples:")[1]
