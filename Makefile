@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 
 MODELS := $(or $(ZLLMC_MODELS),models)
 MODEL := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
-QUESTION ?= What is the capital of France?
+QUESTION ?= Name three primary colors.
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # zllmc has threads of its own, and the tests run in two processes: numpy's threads would only get in the way.

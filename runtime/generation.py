@@ -23,11 +23,13 @@ from zllmc.zllm_ir.errors import ZllmcError
 if TYPE_CHECKING:
     from zllmc.runtime.engine import Engine, Session
 
+LOOP_TOKENS = 512  # an answer whose last so many tokens only repeat a cycle will never end
+LOOP_PERIOD = 64  # the longest cycle that is looked for
 PREFILL_STEP = 512  # tokens of a prompt between two looks at `cancel`
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 Fence = Callable[[Sequence[int]], NDArray[np.bool_] | None]
-Finish = Literal["stop", "length", "cancelled"]
+Finish = Literal["stop", "length", "repetition", "cancelled"]
 
 
 class PromptError(ZllmcError):
@@ -60,7 +62,8 @@ class Chunk:
     """What one step adds: the chosen token, and the text that is certain now, which may be empty.
 
     `finish` is set in the last chunk only: "stop" after a token that ends an answer (it is in `ids`, and has
-    no text) or before a stop string; "length" at `max_tokens` or when the context is full; "cancelled".
+    no text) or before a stop string; "length" at `max_tokens` or when the context is full; "repetition" when
+    the last LOOP_TOKENS tokens only repeat a cycle; "cancelled".
     """
 
     text: str
@@ -177,12 +180,23 @@ def _steps(
         if len(generated) == limit:
             yield Chunk(piece + text.finish(), (id,), stats, "length")
             return
+        if len(generated) % LOOP_PERIOD == 0 and is_loop(generated):
+            yield Chunk(piece + text.finish(), (id,), stats, "repetition")
+            return
         yield Chunk(piece, (id,), stats)
         begin = time.perf_counter()  # the caller's time isn't the model's
         if cancel.is_set():
             break
         logits = session.decode(id)
     yield Chunk(text.finish(), (), stats, "cancelled")
+
+
+def is_loop(ids: Sequence[int]) -> bool:
+    """Whether the last LOOP_TOKENS ids repeat a cycle of at most LOOP_PERIOD."""
+    if len(ids) < LOOP_TOKENS:
+        return False
+    last = np.array(ids[-LOOP_TOKENS:])
+    return any(np.array_equal(last[period:], last[:-period]) for period in range(1, LOOP_PERIOD + 1))
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:

@@ -83,7 +83,8 @@ class Conversation:
 
     def save(self, path: Path) -> None:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        path.write_text(json.dumps([*system, *self.messages], ensure_ascii=False, indent=2) + "\n")
+        text = json.dumps([*system, *self.messages], ensure_ascii=False, indent=2) + "\n"
+        path.write_text(text, encoding="utf-8", errors="replace")
 
 
 def speeds(stats: Stats) -> str:
@@ -129,6 +130,8 @@ def _print_answer(conversation: Conversation, text: str, *, quiet: bool = False)
         note("(stopped)")
     elif finish == "length":
         note("(cut: the token limit or the end of the context is reached)")
+    elif finish == "repetition":
+        note("(stopped: the model only repeats itself; a --repeat-penalty of 1.1 may help)")
     return finish
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from zllmc.runtime.chat_template import ChatTemplate
-from zllmc.runtime.generation import PromptError, common_length, generate
+from zllmc.runtime.generation import LOOP_PERIOD, LOOP_TOKENS, PromptError, common_length, generate
 from zllmc.runtime.sampling import GREEDY, SamplingParams
 from zllmc.runtime.text import Tokenizer, _gpt2_bytes
 
@@ -121,6 +121,17 @@ def test_the_end_of_the_context_ends_an_answer():
     chunks = greedy(e, "hi", session=session)
     assert text_of(chunks) == "Hel" and chunks[-1].finish == "length"
     assert len(session.tokens) == 5
+
+
+def test_an_answer_that_only_repeats_itself_ends():
+    chunks = greedy(engine("Well. " + "and again " * 200, context=4000), "hi")
+    assert chunks[-1].finish == "repetition"
+    assert LOOP_TOKENS <= chunks[-1].stats.tokens < LOOP_TOKENS + 2 * LOOP_PERIOD
+
+
+def test_a_long_answer_with_a_change_in_it_goes_on():
+    script = "and again " * 30 + "!" + "and again " * 45
+    assert greedy(engine(script, context=4000), "hi")[-1].finish == "stop"
 
 
 def test_a_prompt_that_fills_the_context_still_gives_one_token():
