@@ -110,6 +110,9 @@ def open_artifact(path: Path) -> Artifact:
         for name, data in content.items():
             if _digest(data) != manifest.files[name]:
                 raise ValueError(f"{name} is not what the compiler wrote")
+        size = (path / "weights.bin").stat().st_size
+        if size != manifest.weights_bytes:
+            raise ValueError(f"weights.bin has {size:,} bytes instead of {manifest.weights_bytes:,}")
         plan = msgspec.json.decode(content["plan.json"], type=Plan)
         _check_plan(plan, manifest)
         tokenizer = None
@@ -118,9 +121,6 @@ def open_artifact(path: Path) -> Artifact:
             tokenizer = content["tokenizer.json"].decode(), facts
         template = path / "chat_template.jinja"
         chat = template.read_text(encoding="utf-8") if template.is_file() else None
-        size = (path / "weights.bin").stat().st_size
-        if size != manifest.weights_bytes:
-            raise ValueError(f"weights.bin has {size:,} bytes instead of {manifest.weights_bytes:,}")
     except (OSError, ValueError, KeyError, RecursionError, msgspec.MsgspecError) as error:
         raise ArtifactError(f"{path} is damaged ({error}): compile the model again.") from error
     return Artifact(path, manifest, plan, tokenizer, chat)

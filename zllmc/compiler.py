@@ -119,9 +119,11 @@ def _texts(model: Model) -> tuple[TokenizerBundle | None, str | None]:
     if model.container == "gguf":
         try:
             tokenizer = tokenizer_from_gguf(model.metadata)
+            return tokenizer, chat_templates_from_gguf(model.metadata).get("default")
         except NoTokenizerError:
             return None, None
-        return tokenizer, chat_templates_from_gguf(model.metadata).get("default")
+        except ZllmcError as error:  # which knows the field, but not the file
+            raise ZllmcError(f"{model.path}: {error}") from error
     return tokenizer_from_hf(model.path), chat_templates_from_hf(model.path).get("default")
 
 
