@@ -10,8 +10,10 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,6 +120,8 @@ def cached_artifact(
     with _locked(folder / f".{digest}.lock"):
         if is_artifact(artifact) and not replace:
             return artifact
+        for left in folder.glob(f".{escape(artifact.name)}-*"):  # by a compile that was killed
+            shutil.rmtree(left, ignore_errors=True)
         check_model(model, context=context, kv=kv)
         from zllmc.compiler import compile_model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
@@ -24,6 +25,9 @@ INTERRUPTED = 130  # as shells have it
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits: 2 for errors that the user can do something about."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # text that the terminal's encoding can't say is no error
+            stream.reconfigure(errors="replace")
     try:
         code = cli.main(arguments, prog_name="zllmc", standalone_mode=False)
         sys.stdout.flush()

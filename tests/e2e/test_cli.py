@@ -122,7 +122,10 @@ def test_a_damaged_cache_entry_is_compiled_again(run: Run, gguf: pathlib.Path, c
     assert run("run", gguf, "hi", "--max-tokens", "2", "--context", "100").code == 0
     (entry,) = cached(cache) - before
     os.truncate(entry / "weights.bin", 100)
+    left = entry.with_name(f".{entry.name}-killed")
+    left.mkdir()
     assert run("run", gguf, "hi", "--max-tokens", "2", "--context", "100").code == 0
+    assert not left.exists()
 
 
 def test_running_a_cached_model_imports_no_compiler(gguf: pathlib.Path) -> None:

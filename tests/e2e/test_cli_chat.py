@@ -1,10 +1,12 @@
 """Chat, over a pipe and on a terminal."""
 
 import json
+import os
 import pathlib
+import subprocess
 import time
 
-from processes import Run, Terminal, process
+from processes import COMMAND, Run, Terminal, process
 
 pytest_plugins = ("cli_fixtures",)
 
@@ -26,6 +28,13 @@ def test_reset_forgets_the_conversation(run: Run, artifact: pathlib.Path) -> Non
     done = run(*options, stdin="hello\nother\n/reset\nhello\n")
     first, _, again = done.out.split("\n")[:3]
     assert first == again
+
+
+def test_a_line_that_is_no_text_is_no_error(artifact: pathlib.Path) -> None:
+    command = [*COMMAND, "run", str(artifact), "--max-tokens", "2"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, input=b"\xff\xfe\nhi\n", capture_output=True, env=environment)
+    assert done.returncode == 0 and done.stdout.isascii() and done.stdout.count(b"\n") >= 2
 
 
 def test_a_chat_that_fills_the_context_says_so_and_goes_on(run: Run, artifact: pathlib.Path) -> None:
