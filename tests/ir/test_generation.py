@@ -147,6 +147,13 @@ def test_a_stream_cut_anywhere_is_the_decoded_text_of_its_tokens(cut):
     assert all("�" not in c.text for c in chunks[:-1])
 
 
+def test_only_a_new_text_loses_the_space_that_the_tokenizer_puts_before_texts():
+    e = engine(" Hello")
+    e.tokenizer.facts["add_space_prefix"] = True
+    assert text_of(greedy(e, "hi")) == " Hello"
+    assert text_of(greedy(e, [{"role": "user", "content": "hi"}])) == "Hello"
+
+
 def test_a_stop_string_ends_an_answer_before_it():
     chunks = greedy(engine("one END two"), "hi", stop=["END"])
     assert text_of(chunks) == "one " and chunks[-1].finish == "stop"
@@ -191,6 +198,7 @@ def test_only_what_differs_from_the_session_is_computed():
     del session.computed[:]
     greedy(e, "first try", session=session)
     assert bytes(session.computed[:3]) == b"try"
+    assert bytes(session.tokens[1:]) == b"first tryok"
 
 
 def test_the_same_prompt_again_computes_its_last_token():
