@@ -1,22 +1,21 @@
 """The linear family: y = alpha · (x · Wᵀ) + bias + residual, straight from packed weights.
 
-One generator serves decode (one row of x: every packed byte is read once) and prefill (tiles of `ROW_TILE`
-rows share each unpacked weight vector), and every block format: what differs is data in its description.
-
-A block's contribution to a row of W and a row of x, with d, m the block's floats, sc, mn its small integers,
-q the codes as `Dot.values` gives them, z what they exceed the weight by, and dx the activation's scale:
-
-    Σ over units u of dx[u] · d · Σ_sub sc · (Σ q·x − z·Σx)  ±  m · mn · dx[u] · Σx
+One generator serves every block format: what differs is data in its description (`block_sums`). Decode has
+one row of x and reads every packed byte once. Prefill takes a block of rows that stays in the L2 cache,
+unpacks a group's codes once for all of them, a piece of the columns at a time, and goes over the rows in tiles
+of ROW_TILE, which share each weight vector in a register.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
-from zllmc.codegen.dot import Dot, broadcast_pair, broadcast_step, load_i32
+from zllmc.codegen.block_sums import BlockSums
+from zllmc.codegen.dot import Dot
 from zllmc.codegen.packing import STEPS, UNIT, PackedLayout, layout_of
 from zllmc.codegen.rows import row_count
 from zllmc.codegen.tir import (
@@ -29,6 +28,7 @@ from zllmc.codegen.tir import (
     broadcast,
     cast,
     const,
+    local,
     prefetch,
     serial,
 )
@@ -36,9 +36,10 @@ from zllmc.targets.cpu import CpuTarget
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand, activation_row_bytes
 
-ROW_TILE = 4  # rows of x that share an unpacked weight vector
+ROW_TILE = 4  # rows of x that share a weight vector
 PREFETCH_BYTES = 6144  # 2 KiB is too late for memory, 16 KiB crowds the L1 cache
 _L2_SHARE = 192 * 1024  # bytes of x that stay in a core's L2 cache while weights stream past
+_UNPACKED = 16 * 1024  # bytes of unpacked codes: half of the L1 cache
 
 
 def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
@@ -60,11 +61,12 @@ def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
     # The residual may be y itself.
     with Kernel(name, noalias=residual is None, **arguments, y="float32") as kernel:
         given = dict(zip((*arguments, "y"), kernel.arguments, strict=True))
-        tile = _Tile(
+        groups = _Groups(
             layout,
             Dot(target),
             given["weight"],
-            activation_row_bytes(columns) if quantized else x.stride,
+            given["x"],
+            activation_row_bytes(columns) // 4 if quantized else x.stride,
             float(call.attributes.get("alpha", 1.0)),
             _Rows(given["y"], y.stride),
             given.get("bias"),
@@ -74,17 +76,14 @@ def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
         end = bind(layout.groups * (kernel.thread + 1) // kernel.threads)
         if x.single_row:
             with serial(begin, end) as group:
-                tile.emit(group, given["x"], [const(0, "int32")])
+                groups.decode(group)
         else:
             tokens = bind(row_count(x, given["control"]))
-            block = max(ROW_TILE, _L2_SHARE // (columns if quantized else 4 * columns) // ROW_TILE * ROW_TILE)
+            size = columns if quantized else 4 * columns
+            block = max(2, _L2_SHARE // size // ROW_TILE) * ROW_TILE
             with serial(0, (tokens + (block - 1)) // block) as b, serial(begin, end) as group:
-                tiles = (T.min(tokens - b * block, block) + (ROW_TILE - 1)) // ROW_TILE
-                with serial(0, tiles) as t:
-                    first = bind(b * block + t * ROW_TILE)
-                    # A short last tile repeats its last row: the same value is stored again.
-                    last = bind(tokens - 1)
-                    tile.emit(group, given["x"], [bind(T.min(first + r, last)) for r in range(ROW_TILE)])
+                first = bind(b * block)
+                groups.prefill(group, first, bind(T.min(tokens - first, block)), block)
     return kernel.function
 
 
@@ -95,150 +94,122 @@ class _Rows:
 
 
 @dataclass(frozen=True)
-class _Tile:
-    """One group of `lanes` weight rows against a few rows of x."""
+class _Groups:
+    """Groups of `lanes` weight rows against rows of x."""
 
     layout: PackedLayout
     dot: Dot
     weight: Memory
-    x_stride: int  # bytes of a quantized row, elements of a float row
+    x: Memory
+    x_stride: int  # 4-byte words
     alpha: float
     y: _Rows
     bias: Memory | None
     residual: _Rows | None
 
-    def emit(self, group: Expr, x: Memory, rows: list[Expr]) -> None:
-        lanes = self.dot.lanes
-        record = self.weight.from_(T.Cast("int64", group) * const(self.layout.group_bytes, "int64"))
-        if self.layout.format.plain is None:
-            sums = self._quantized(record, x, rows)
+    def decode(self, group: Expr) -> None:
+        """The only row of x."""
+        record = self._record(group)
+        start = const(0, "int32")
+        if self.layout.format.plain is not None:
+            (total,) = self._plain(record, [start])
         else:
-            sums = self._plain(record, x, rows)
-        column = bind(group * lanes)
-        results = []
-        for row, total in zip(rows, sums, strict=True):
-            value = total if self.alpha == 1.0 else total * const(self.alpha, "float32", lanes)
-            if self.bias is not None:
-                value = value + self.bias.load(column, lanes)
-            if self.residual is not None:
-                value = value + self.residual.memory.load(row * self.residual.stride + column, lanes)
-            results.append(bind(value))
-        for row, value in zip(rows, results, strict=True):
-            self.y.memory.store(row * self.y.stride + column, value)
+            sums = BlockSums(self.layout, self.dot, record, self.x)
 
-    # -- block formats -------------------------------------------------------------------------------------
+            def steps(unit: Expr) -> list[Expr]:
+                self._prefetch(record, unit, columns=UNIT)
+                return sums.steps(unit)
 
-    def _quantized(self, record: Memory, x: Memory, rows: list[Expr]) -> list[Expr]:
-        layout, lanes = self.layout, self.dot.lanes
-        fmt, columns = layout.format, layout.columns
-        scales = record.from_(const(layout.code_bytes, "int64"))
-        words, floats = x.view("int32"), x.view("float32")
-        row_words = [bind(row * (self.x_stride // 4)) for row in rows]
-        scale_at, sum_at, pair_at = (
-            columns // 4,
-            columns // 4 + columns // UNIT,
-            columns // 4 + 2 * columns // UNIT,
-        )
-        zero = const(0, "float32", lanes)
-        totals = [Register("float32", lanes, zero) for _ in rows]
-        with serial(0, columns // fmt.block) as block:
-            scale_record = bind(block * layout.block_scale_bytes)
-            d_at = scale_record + (layout.subs + layout.sub_mins) * lanes
-            units = fmt.block // UNIT
-            if units == 1:
-                d = bind(self._f16(scales, d_at))
-                m = bind(self._f16(scales, d_at + 2 * lanes)) if fmt.minimum else None
-                sums, _ = self._unit(record, scales, scale_record, words, row_words, pair_at, block, 0)
-                for total, acc, base in zip(totals, sums, row_words, strict=True):
-                    dx = broadcast(floats.load(base + scale_at + block), lanes)
-                    value = total.get() + cast(acc, "float32") * dx * d
-                    if m is not None:
-                        value = value + fmt.min_sign * (
-                            m * broadcast(floats.load(base + sum_at + block), lanes)
-                        )
-                    total.set(value)
+            register = Register("float32", self.dot.lanes, const(0, "float32", self.dot.lanes))
+            block = self.layout.format.block
+            if block == UNIT:
+                sums.add_units([register], [start], 0, self.layout.columns // UNIT, steps, sums.unit_scales)
             else:
-                scaled = [Register("float32", lanes, zero) for _ in rows]
-                minima = [Register("float32", lanes, zero) for _ in rows] if fmt.minimum else []
-                with serial(0, units) as u:
-                    unit = bind(block * units + u)
-                    sums, mins = self._unit(record, scales, scale_record, words, row_words, pair_at, unit, u)
-                    for i, base in enumerate(row_words):
-                        dx = bind(broadcast(floats.load(base + scale_at + unit), lanes))
-                        scaled[i].set(scaled[i].get() + cast(sums[i], "float32") * dx)
-                        if mins:
-                            minima[i].set(minima[i].get() + cast(mins[i], "float32") * dx)
-                d = bind(self._f16(scales, d_at))
-                for total, part in zip(totals, scaled, strict=True):
-                    total.set(total.get() + part.get() * d)
-                if minima:
-                    m = bind(self._f16(scales, d_at + 2 * lanes) * const(fmt.min_sign, "float32", lanes))
-                    for total, part in zip(totals, minima, strict=True):
-                        total.set(total.get() + part.get() * m)
-        return [total.get() for total in totals]
+                sums.add_blocks([register], [start], 0, self.layout.columns // block, steps)
+            total = register.get()
+        self._finish(group, start, total)
 
-    def _f16(self, memory: Memory, at: Expr) -> Expr:
+    def prefill(self, group: Expr, first: Expr, count: Expr, most: int) -> None:
+        """Rows first … first + count − 1 of x, of which there are at most `most`."""
+        record, lanes = self._record(group), self.dot.lanes
+        totals = local("float32", most * lanes)
+        tiles = bind((count + (ROW_TILE - 1)) // ROW_TILE)
+        if self.layout.format.plain is not None:
+            with serial(0, tiles) as t:
+                self._store(totals, t, self._plain(record, self._tile(t, first, count)))
+        else:
+            self._prefill_blocks(record, first, count, tiles, totals)
+        with serial(0, count) as r:
+            self._finish(group, first + r, totals.load(r * lanes, lanes))
+
+    def _prefill_blocks(self, record: Memory, first: Expr, count: Expr, tiles: Expr, totals: Memory) -> None:
+        layout, lanes = self.layout, self.dot.lanes
+        sums = BlockSums(layout, self.dot, record, self.x)
+        step_bytes = 4 * lanes
+        units = layout.format.block // UNIT
+        blocks = layout.columns // layout.format.block
+        piece = min(blocks, max(1, _UNPACKED // (STEPS * step_bytes * units)))  # blocks
+        unpacked = local("uint8", piece * units * STEPS * step_bytes)
+        scales = local("float32", piece * units * 2 * lanes) if sums.by_unit else None
+        with serial(0, tiles) as t:
+            self._store(totals, t, [const(0, "float32", lanes)] * ROW_TILE)
+        with serial(0, -(-blocks // piece)) as p:
+            begin = bind(p * piece)
+            end = bind(T.min(begin + piece, blocks))
+            with serial(begin * units, end * units) as unit:
+                slot = bind((unit - begin * units) * (STEPS * step_bytes))
+                for s, step in enumerate(sums.steps(unit)):
+                    unpacked.store(slot + s * step_bytes, bits(step, f"uint8x{step_bytes}"))
+                if scales is not None:
+                    for i, value in enumerate(sums.unit_scales(unit)):
+                        scales.store((unit - begin * units) * (2 * lanes) + i * lanes, value)
+
+            def steps(unit: Expr) -> list[Expr]:
+                slot = bind((unit - begin * units) * (STEPS * step_bytes))
+                loaded = [unpacked.load(slot + s * step_bytes, step_bytes) for s in range(STEPS)]
+                if self.dot.kind == "sdot":
+                    loaded = [bits(step, f"int8x{step_bytes}") for step in loaded]
+                return [bind(step) for step in loaded]
+
+            def unit_scales(unit: Expr, scales: Memory) -> list[Expr]:
+                slot = bind((unit - begin * units) * (2 * lanes))
+                return [bind(scales.load(slot + i * lanes, lanes)) for i in range(1 + sums.has_second)]
+
+            with serial(0, tiles) as t:
+                registers = [
+                    Register("float32", lanes, totals.load((t * ROW_TILE + i) * lanes, lanes))
+                    for i in range(ROW_TILE)
+                ]
+                rows = self._tile(t, first, count)
+                if scales is not None:
+                    prepared = partial(unit_scales, scales=scales)
+                    sums.add_units(registers, rows, begin * units, end * units, steps, prepared)
+                else:
+                    sums.add_blocks(registers, rows, begin, end, steps)
+                self._store(totals, t, [r.get() for r in registers])
+
+    def _tile(self, tile: Expr, first: Expr, count: Expr) -> list[Expr]:
+        """Where a tile's rows of x begin. A short last tile repeats the last row; its totals are not used."""
+        last = bind(count - 1)
+        return [bind((first + T.min(tile * ROW_TILE + i, last)) * self.x_stride) for i in range(ROW_TILE)]
+
+    def _store(self, totals: Memory, tile: Expr, values: list[Expr]) -> None:
+        for i, value in enumerate(values):
+            totals.store((tile * ROW_TILE + i) * self.dot.lanes, value)
+
+    def _record(self, group: Expr) -> Memory:
+        return self.weight.from_(T.Cast("int64", group) * const(self.layout.group_bytes, "int64"))
+
+    def _finish(self, group: Expr, row: Expr, total: Expr) -> None:
+        """alpha, bias, residual; and the store."""
         lanes = self.dot.lanes
-        return cast(bits(memory.load(at, 2 * lanes), f"float16x{lanes}"), "float32")
-
-    def _unit(
-        self,
-        codes: Memory,
-        scales: Memory,
-        scale_record: Expr,
-        words: Memory,
-        row_words: list[Expr],
-        pair_at: int,
-        unit: Expr,
-        unit_in_block: Expr,
-    ) -> tuple[list[Expr], list[Expr]]:
-        """Of 32 columns, per row of x: Σ_sub sc · Σ (q − z) · x, and Σ_sub mn · Σ x; i32 lanes."""
-        layout, dot, lanes = self.layout, self.dot, self.dot.lanes
-        fmt = layout.format
-        if len(row_words) == 1:
-            self._prefetch(codes, unit, columns=UNIT)
-        raw = dot.code_steps(layout, codes, bind(unit * layout.unit_bytes))
-        steps = [dot.values(layout, step) for step in raw]
-        x = [
-            [broadcast_step(words, base + unit * STEPS + s, lanes) for s in range(STEPS)]
-            for base in row_words
-        ]
-        offset = dot.offset(layout)
-        pairs: list[Expr] = []
-        if offset or fmt.sub_mins:
-            pairs = [bind(broadcast_pair(words, base + pair_at + unit, lanes)) for base in row_words]
-
-        if not layout.subs:
-            sums = dot.dot(layout, steps, x, None)
-            if offset:
-                less = const(-offset, "int16", 2 * lanes)
-                sums = [bind(s + dot.pair_sum(p, less)) for s, p in zip(sums, pairs, strict=True)]
-            return sums, []
-
-        signed = scales.view("int8")
-        if fmt.sub_block == UNIT:
-            sc = bind(load_i32(signed, scale_record + unit_in_block * lanes, lanes))
-            sums = dot.dot(layout, steps, x, dot.scale_vector(sc))
-            paired = dot.twice(sc) if offset else None
-        else:
-            at = scale_record + unit_in_block * (2 * lanes)
-            paired = bind(cast(signed.load(at, 2 * lanes), "int16"))
-            half = STEPS // 2
-            low = dot.dot(layout, steps[:half], [r[:half] for r in x], dot.scale_vector(paired, 0))
-            high = dot.dot(layout, steps[half:], [r[half:] for r in x], dot.scale_vector(paired, 1))
-            sums = [bind(a + b) for a, b in zip(low, high, strict=True)]
-        if offset:
-            by = const(offset, "int32", lanes)
-            sums = [bind(s - dot.pair_sum(paired, p) * by) for s, p in zip(sums, pairs, strict=True)]
-
-        if not layout.sub_mins:
-            return sums, []
-        mins_at = scale_record + layout.subs * lanes
-        if fmt.sub_block == UNIT:
-            mn = bind(dot.twice(load_i32(scales, mins_at + unit_in_block * lanes, lanes)))
-        else:
-            mn = bind(cast(scales.load(mins_at + unit_in_block * (2 * lanes), 2 * lanes), "int16"))
-        return sums, [bind(dot.pair_sum(mn, p)) for p in pairs]
+        column = bind(group * lanes)
+        value = total if self.alpha == 1.0 else total * const(self.alpha, "float32", lanes)
+        if self.bias is not None:
+            value = value + self.bias.load(column, lanes)
+        if self.residual is not None:
+            value = value + self.residual.memory.load(row * self.residual.stride + column, lanes)
+        self.y.memory.store(row * self.y.stride + column, value)
 
     def _prefetch(self, record: Memory, piece: Expr, columns: int) -> None:
         """Ask for what the weights of `columns` columns take, PREFETCH_BYTES ahead. A group is two streams
@@ -248,25 +219,23 @@ class _Tile:
         for line in range(0, size, 64):
             prefetch(record, ahead + line)
 
-    # -- plain floats --------------------------------------------------------------------------------------
-
-    def _plain(self, record: Memory, x: Memory, rows: list[Expr]) -> list[Expr]:
+    def _plain(self, record: Memory, rows: list[Expr]) -> list[Expr]:
+        """Σ w · x of plain float weights, for rows of x that begin at `rows`."""
         lanes, columns = self.dot.lanes, self.layout.columns
         # One accumulator would wait for its own FMA: a single row takes four in turn.
         depth = 4 if columns % 4 == 0 else 1
         chains = depth if len(rows) == 1 else 1
         zero = const(0, "float32", lanes)
         sums = [[Register("float32", lanes, zero) for _ in range(chains)] for _ in rows]
-        bases = [bind(row * self.x_stride) for row in rows]
         with serial(0, columns // depth) as k:
             if len(rows) == 1:
                 self._prefetch(record, k, columns=depth)
             for j in range(depth):
                 column = k * depth + j
                 w = bind(self._float(record, column))
-                for base, accumulators in zip(bases, sums, strict=True):
+                for row, accumulators in zip(rows, sums, strict=True):
                     acc = accumulators[j % chains]
-                    acc.set(acc.get() + w * broadcast(x.load(base + column), lanes))
+                    acc.set(acc.get() + w * broadcast(self.x.load(row + column), lanes))
         totals = []
         for accumulators in sums:
             total = accumulators[0].get()
