@@ -2,8 +2,8 @@
 
 One generator serves every block format: what differs is data in its description (`block_sums`). Decode has
 one row of x and reads every packed byte once. Prefill takes a block of rows that stays in the L2 cache,
-unpacks a group's codes once for all of them, a piece of the columns at a time, and goes over the rows in tiles
-of ROW_TILE, which share each weight vector in a register.
+unpacks a group's codes once for all of them, a piece of the columns at a time, and goes over the rows in
+tiles of ROW_TILE, which share each weight vector in a register.
 """
 
 from __future__ import annotations

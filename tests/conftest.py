@@ -2,7 +2,8 @@
 
 import os
 import pathlib
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.fixture(scope="session")
 def compiled(
     conformance: pathlib.Path, kernel_cache: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., pathlib.Path]:
+) -> Iterator[Callable[..., pathlib.Path]]:
     """The artifact of a conformance entry or a model file: `compiled(model, context=64, kv="f16")`. Each is
     compiled once by a worker, and must not be changed."""
     from compiled import entry_file
@@ -64,4 +65,5 @@ def compiled(
             done[key] = compile_model(file, output, context=context, kv=kv, kernel_cache=kernel_cache)
         return done[key]
 
-    return compile
+    yield compile
+    shutil.rmtree(folder)  # pytest keeps the folders of three runs, and real models are large
