@@ -121,11 +121,11 @@ class _Groups:
                 return sums.steps(unit)
 
             register = Register("float32", self.dot.lanes, const(0, "float32", self.dot.lanes))
-            block = self.layout.format.block
-            if block == UNIT:
-                sums.add_units([register], [start], 0, self.layout.columns // UNIT, steps, sums.unit_scales)
+            if self.layout.subs:
+                blocks = self.layout.columns // self.layout.format.block
+                sums.add_blocks([register], [start], 0, blocks, steps)
             else:
-                sums.add_blocks([register], [start], 0, self.layout.columns // block, steps)
+                sums.add_units([register], [start], 0, self.layout.columns // UNIT, steps, sums.unit_scales)
             total = register.get()
         self._finish(group, start, total)
 
