@@ -1,4 +1,4 @@
-"""All passes over the graph, in order."""
+"""All passes over the graph, in order, and the lowering of every entry point."""
 
 from __future__ import annotations
 
@@ -11,12 +11,41 @@ from zllmc.passes.fuse_norm_add import fuse_norm_add
 from zllmc.passes.fuse_quantize import fuse_quantize
 from zllmc.passes.fuse_residual import fuse_residual
 from zllmc.passes.fuse_rope_append import fuse_rope_append
+from zllmc.passes.lower import lower
 from zllmc.passes.quantize_activations import quantize_activations
 from zllmc.passes.rewrite import eliminate_dead
 from zllmc.passes.specialise import specialise
 from zllmc.zllm_ir.graph import Graph
+from zllmc.zllm_ir.kernel_graph import KernelGraph, print_kernels
 from zllmc.zllm_ir.text import print_graph
 from zllmc.zllm_ir.verify import verify
+
+MAX_TOKENS = 512  # of one prefill pass
+MAX_ROWS = 32  # of one pass whose logits can be asked for
+
+
+def lower_entries(
+    graph: Graph, *, context: int, dump: Path | None = None, check: bool = False
+) -> dict[str, KernelGraph]:
+    """The kernel graphs of all entry points by name, for caches of `context` tokens.
+
+    `dump` is a folder that gets one folder of numbered files for each; with `check`, the verifier runs after
+    every pass.
+    """
+    entries = {}
+    for name, tokens in (("decode", 1), ("prefill", None)):
+        folder = dump / name if dump else None
+        passed = run_passes(graph, tokens=tokens, context=context, dump=folder, check=check)
+        entries[name] = lower(
+            passed,
+            name=name,
+            context=context,
+            max_tokens=tokens or MAX_TOKENS,
+            max_rows=tokens or MAX_ROWS,
+        )
+        if folder is not None:
+            (folder / "99-kernels.txt").write_text(print_kernels(entries[name]), encoding="utf-8")
+    return entries
 
 
 def run_passes(

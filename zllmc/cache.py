@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
-DEFAULT_CONTEXT = 8192
 _SAMPLE = 1 << 20  # bytes of a file's beginning and end that go into its key
 _SHARD = re.compile(r"(.*-)\d{5}(-of-\d{5}\.gguf)", re.DOTALL)
 _COMPILER = ("zllm_ir", "frontends", "passes", "codegen", "targets")
@@ -122,7 +121,6 @@ def cached_artifact(
             return artifact
         for left in folder.glob(f".{escape(artifact.name)}-*"):  # by a compile that was killed
             shutil.rmtree(left, ignore_errors=True)
-        check_model(model, context=context, kv=kv)
         from zllmc.compiler import compile_model
 
         return compile_model(
@@ -134,16 +132,6 @@ def cached_artifact(
             kernel_cache=kernel_cache(),
             progress=progress,
         )
-
-
-def check_model(model: Path, *, context: int | None, kv: str) -> None:
-    """Raises ZllmcError for a model that can't be read or isn't supported.
-
-    The compiler says the same, but importing TVM first takes longer than refusing a file should.
-    """
-    from zllmc.frontends.model import load_model
-
-    load_model(model, context=context or DEFAULT_CONTEXT, kv=kv)
 
 
 def _model_key(model: Path) -> str:

@@ -118,9 +118,7 @@ def compile_command(
     verify: bool,
 ) -> None:
     """Compile MODEL (a GGUF file or a Hugging Face folder) into an artifact."""
-    from zllmc.cache import check_model, kernel_cache
-
-    check_model(model, context=context, kv=kv or "f16")
+    from zllmc.cache import kernel_cache
     from zllmc.compiler import compile_model
     from zllmc.terminal import progress_bars
     from zllmc.wording import gib

@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from zllmc.codegen.cpu import build_executor, build_kernel
 from zllmc.codegen.packing import ROW_PAD, layout_of, pack_rows
 from zllmc.frontends.chat_template import chat_templates_from_gguf, chat_templates_from_hf
 from zllmc.frontends.model import Model, load_model
@@ -28,8 +27,7 @@ from zllmc.frontends.tokenizer import (
     tokenizer_from_gguf,
     tokenizer_from_hf,
 )
-from zllmc.passes.lower import lower
-from zllmc.passes.pipeline import run_passes
+from zllmc.passes.pipeline import lower_entries
 from zllmc.passes.plan import kernel_calls, make_plan, stored_weights
 from zllmc.runtime.artifact import FORMAT_VERSION, Manifest, Source, digests
 from zllmc.targets import cpu
@@ -41,8 +39,7 @@ from zllmc.zllm_ir.types import KVType, TensorType
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
-MAX_TOKENS = 512  # of one prefill pass
-MAX_ROWS = 32  # of one pass whose logits can be asked for
+DEFAULT_CONTEXT = 8192
 _PACK_ELEMENTS = 1 << 22  # packed at a time: bounds the memory that packing takes
 
 
@@ -65,33 +62,21 @@ def compile_model(
     field that cannot be compiled.
     """
     device = cpu.parse(target)
-    source = load_model(model, context=context or 8192, kv=kv)
-    if context is None and source.facts.trained_context < 8192:
+    source = load_model(model, context=context or DEFAULT_CONTEXT, kv=kv)
+    if context is None and source.facts.trained_context < DEFAULT_CONTEXT:
         context = source.facts.trained_context
         source = load_model(model, context=context, kv=kv)
-    capacity = -(-(context or 8192) // KEY_BLOCK) * KEY_BLOCK
+    capacity = -(-(context or DEFAULT_CONTEXT) // KEY_BLOCK) * KEY_BLOCK
     tokenizer, template = _texts(source)
 
-    graphs = {
-        name: lower(
-            run_passes(
-                source.graph,
-                tokens=tokens,
-                context=capacity,
-                dump=dump_ir / name if dump_ir else None,
-                check=verify,
-            ),
-            name=name,
-            context=capacity,
-            max_tokens=tokens or MAX_TOKENS,
-            max_rows=tokens or MAX_ROWS,
-        )
-        for name, tokens in (("decode", 1), ("prefill", None))
-    }
+    graphs = lower_entries(source.graph, context=capacity, dump=dump_ir, check=verify)
     calls = kernel_calls(graphs.values())
     stored = stored_weights(graphs.values())
     offsets, weights_bytes = _weight_offsets(source, stored, device)
     plan = make_plan(graphs, offsets)
+
+    # TVM takes two seconds to import: a model that cannot be compiled is refused before.
+    from zllmc.codegen.cpu import build_executor, build_kernel
 
     with _atomic_folder(Path(output)) as folder:
         kernels = folder / "kernels"

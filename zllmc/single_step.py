@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zllmc.compiler import MAX_ROWS, MAX_TOKENS
-from zllmc.frontends.model import Model, load_model
-from zllmc.passes.lower import lower
-from zllmc.passes.pipeline import run_passes
+from zllmc.frontends.model import load_model
+from zllmc.passes.pipeline import lower_entries
 from zllmc.runtime.artifact import Artifact
 from zllmc.runtime.cpu import CpuDevice
 from zllmc.runtime.memory import Memory, allocate, map_file
@@ -53,7 +51,7 @@ class Machine:
     def __init__(self, artifact: Artifact, source: Path, threads: int | None) -> None:
         manifest = artifact.manifest
         model = load_model(source, context=manifest.context, kv=manifest.kv)
-        self.graphs = {name: _lowered(model, name, manifest.context) for name in ("prefill", "decode")}
+        self.graphs = lower_entries(model.graph, context=manifest.context)
         self.entries = {entry.name: entry for entry in artifact.plan.entries}
         self.weights = model.weights
         self.names = {buffer.name: number for number, buffer in enumerate(artifact.plan.buffers)}
@@ -89,14 +87,6 @@ class Machine:
     def _words(self, name: str) -> Array:
         memory = self.buffers[self.names[name]]
         return memory.view(np.int32, (memory.size // 4,))
-
-
-def _lowered(model: Model, name: str, context: int) -> KernelGraph:
-    """The kernel graph of an entry point, as `compile_model` makes it."""
-    tokens = 1 if name == "decode" else None
-    graph = run_passes(model.graph, tokens=tokens, context=context)
-    sizes = {"max_tokens": tokens or MAX_TOKENS, "max_rows": tokens or MAX_ROWS}
-    return lower(graph, name=name, context=context, **sizes)
 
 
 @dataclass(frozen=True)

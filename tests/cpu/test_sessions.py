@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from models import DENSE, logits, nmse, open_file
-from zllmc.compiler import MAX_TOKENS
+from zllmc.passes.pipeline import MAX_TOKENS
 from zllmc.runtime.engine import ContextFull, Engine, Session
 from zllmc.zllm_ir.errors import ZllmcError
 

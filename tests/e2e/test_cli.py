@@ -35,8 +35,10 @@ def test_compile_dumps_the_graph_after_every_pass(
     run: Run, gguf: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     assert run("compile", gguf, "-o", tmp_path / "a.zllm", "--dump-ir", tmp_path / "ir", "--verify").code == 0
-    dumps = sorted((tmp_path / "ir").rglob("*.txt"))
-    assert len(dumps) > 8 and all(path.read_text().startswith("graph llama") for path in dumps)
+    for entry in ("decode", "prefill"):
+        *graphs, kernels = sorted((tmp_path / "ir" / entry).iterdir())
+        assert len(graphs) > 8 and all(path.read_text().startswith("graph llama") for path in graphs)
+        assert "linear" in kernels.read_text()
 
 
 def test_only_the_answer_goes_to_stdout(run: Run, artifact: pathlib.Path) -> None:
