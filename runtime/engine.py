@@ -32,6 +32,7 @@ class Session:
         self._engine = engine
         self.states = states  # plan buffer number → KV memory
         self.tokens: list[int] = []  # those whose state is cached
+        self.ahead: list[int] = []  # tokens after these whose state is cached too, should they be accepted
 
     def prefill(self, ids: Sequence[int]) -> Logits:
         """Append tokens in as few passes as fit; the last logits (vocab,), valid until the next pass."""
@@ -43,11 +44,31 @@ class Session:
         """Append one token; its logits (vocab,), valid until the next pass."""
         return self._engine.advance(self, (id,))
 
+    def verify(self, ids: Sequence[int]) -> Logits:
+        """Append ids[0] and compute the others ahead, in one pass: logits after each (len(ids), vocab), valid
+        until the next pass. `accept` appends the others one by one as long as they turn out right.
+
+        ValueError for more than the prefill entry's `max_rows` ids, or none.
+        """
+        logits = self._engine.look_ahead(self, ids)
+        kept = len(self.tokens) - len(ids) + 1
+        self.ahead = self.tokens[kept:]
+        del self.tokens[kept:]
+        return logits
+
+    def accept(self) -> None:
+        """Append the next token that `verify` computed ahead. ValueError if none is left, or if another pass
+        or `truncate` came between."""
+        if not self.ahead:
+            raise ValueError("no token was computed ahead")
+        self.tokens.append(self.ahead.pop(0))
+
     def truncate(self, length: int) -> None:
         """Forget all tokens from `length` on. Their state is simply overwritten later."""
         if not 0 <= length <= len(self.tokens):
             raise ValueError(f"cannot truncate {len(self.tokens)} tokens to {length}")
         del self.tokens[length:]
+        self.ahead.clear()
 
 
 class Engine:
@@ -161,6 +182,15 @@ class Engine:
         logits: Logits = self._logits[0]
         return logits
 
+    def look_ahead(self, session: Session, ids: Sequence[int]) -> Logits:
+        """Append `ids` in one pass; the logits after each (len(ids), vocab). Called by Session."""
+        prefill = self._entries["prefill"]
+        if not 0 < len(ids) <= prefill.max_rows:
+            raise ValueError(f"{len(ids)} tokens to verify; one pass takes 1 to {prefill.max_rows}")
+        self._check(session, ids)
+        self._run(session, prefill, ids, first_row=0)
+        return self._logits[: len(ids)]
+
     def _check(self, session: Session, ids: Sequence[int]) -> None:
         """Refuse ids that cannot all be appended, before a pass appends the first of them."""
         if len(session.tokens) + len(ids) > self.context:
@@ -187,6 +217,7 @@ class Engine:
         self._control[CONTROL_FIRST_ROW] = first_row
         self.recordings[entry.name].replay()
         session.tokens.extend(int(i) for i in ids)
+        session.ahead.clear()
 
     def _new_states(self) -> dict[int, Memory]:
         return {i: allocate(self._plan.buffers[i].bytes) for i in self._state_numbers}

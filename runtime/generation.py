@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zllmc.runtime.sampling import Sampler, SamplingParams
+from zllmc.runtime.speculation import Speculation
 from zllmc.runtime.text import StopMatcher
 from zllmc.zllm_ir.errors import ZllmcError
 
@@ -45,6 +46,8 @@ class Stats:
     tokens: int = 0  # generated, with the one that ended the answer
     prefill_seconds: float = 0.0  # until the first token was chosen
     decode_seconds: float = 0.0  # for all tokens after the first
+    drafted: int = 0  # tokens that speculation guessed
+    accepted: int = 0  # of these, the right ones: each saved a pass
 
     @property
     def prefill_rate(self) -> float:
@@ -83,6 +86,7 @@ def generate(
     session: Session | None = None,
     fence: Fence | None = None,
     cancel: Event | None = None,
+    speculate: Literal["ngram"] | None = None,
 ) -> Iterator[Chunk]:
     """Streams the model's continuation of `prompt`, up to `max_tokens` or the end of the context.
 
@@ -90,6 +94,8 @@ def generate(
     `session` keeps its tokens from one call to the next: the longest common beginning isn't computed again.
     `fence` gets the generated ids and gives the tokens (vocab,) that may come next, or None for any. Closing
     the iterator or setting `cancel` (from any thread) ends the stream after at most one more pass.
+    `speculate` "ngram" guesses repetitions and checks them several tokens at a time (see
+    `zllmc.runtime.speculation`): the same tokens, but for rounding, in fewer passes.
 
     Raises PromptError, TextError and SamplingError for arguments that can't be used, before any pass.
     """
@@ -105,6 +111,8 @@ def generate(
         raise PromptError(f"the prompt has the token id {wrong}, but the vocabulary has {vocab:,} tokens")
     if max_tokens is not None and max_tokens < 1:
         raise PromptError(f"max_tokens is {max_tokens}; it must be 1 or more")
+    if speculate not in (None, "ngram"):
+        raise PromptError(f"speculate is {speculate!r}; it must be 'ngram' or None")
     return _steps(
         engine,
         ids,
@@ -114,6 +122,7 @@ def generate(
         engine.session() if session is None else session,
         fence or (lambda ids: None),
         cancel or Event(),
+        speculate is not None,
     )
 
 
@@ -146,6 +155,7 @@ def _steps(
     session: Session,
     fence: Fence,
     cancel: Event,
+    speculate: bool,
 ) -> Iterator[Chunk]:
     begin = time.perf_counter()
     # One token at least is left to compute, because its logits are needed.
@@ -159,6 +169,8 @@ def _steps(
             break
         logits = session.prefill(prompt[at : at + PREFILL_STEP])
 
+    speculation = Speculation(session, prompt, limit) if speculate else None
+    decode = session.decode if speculation is None else speculation.decode
     while logits is not None and not cancel.is_set():
         id = sampler.sample(logits, history, fence(generated))
         history.append(id)
@@ -169,6 +181,8 @@ def _steps(
             stats = replace(stats, tokens=1, prefill_seconds=seconds)
         else:
             stats = replace(stats, tokens=len(generated), decode_seconds=stats.decode_seconds + seconds)
+        if speculation is not None:
+            stats = replace(stats, drafted=speculation.drafted, accepted=speculation.accepted)
 
         if id in engine.tokenizer.eog_ids:
             yield Chunk(text.finish(), (id,), stats, "stop")
@@ -187,7 +201,7 @@ def _steps(
         begin = time.perf_counter()  # the caller's time isn't the model's
         if cancel.is_set():
             break
-        logits = session.decode(id)
+        logits = decode(id)
     yield Chunk(text.finish(), (), stats, "cancelled")
 
 
