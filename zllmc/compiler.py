@@ -9,16 +9,13 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from zllmc.codegen.packing import ROW_PAD, layout_of, pack_rows
 from zllmc.frontends.chat_template import chat_templates_from_gguf, chat_templates_from_hf
 from zllmc.frontends.model import Model, load_model
 from zllmc.frontends.tokenizer import (
@@ -32,15 +29,12 @@ from zllmc.passes.plan import kernel_calls, make_plan, stored_weights
 from zllmc.runtime.artifact import FORMAT_VERSION, Manifest, Source, digests
 from zllmc.targets import cpu
 from zllmc.targets.cpu import CpuTarget
+from zllmc.weights import Progress, place_weights, write_weights
 from zllmc.zllm_ir.errors import ZllmcError
-from zllmc.zllm_ir.formats import FORMATS, decode, row_bytes
 from zllmc.zllm_ir.kernel_graph import KEY_BLOCK
 from zllmc.zllm_ir.types import KVType, TensorType
 
-Progress = Callable[[str, int, int], None]  # stage, done, total
-
 DEFAULT_CONTEXT = 8192
-_PACK_ELEMENTS = 1 << 22  # packed at a time: bounds the memory that packing takes
 
 
 def compile_model(
@@ -72,7 +66,7 @@ def compile_model(
     graphs = lower_entries(source.graph, context=capacity, dump=dump_ir, check=verify)
     calls = kernel_calls(graphs.values())
     stored = stored_weights(graphs.values())
-    offsets, weights_bytes = _weight_offsets(source, stored, device)
+    offsets, weights_bytes = place_weights(source, stored, device)
     plan = make_plan(graphs, offsets)
 
     # TVM takes two seconds to import: a model that cannot be compiled is refused before.
@@ -86,7 +80,7 @@ def compile_model(
             (kernels / f"{symbol}.o").write_bytes(build_kernel(call, device, kernel_cache))
         (kernels / "executor.o").write_bytes(build_executor(device))
         progress("kernels", len(calls), len(calls))
-        _write_weights(folder / "weights.bin", source, stored, offsets, weights_bytes, device, progress)
+        write_weights(folder / "weights.bin", source, stored, offsets, device, progress)
         (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
         if tokenizer is not None:
             (folder / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
@@ -110,76 +104,6 @@ def _texts(model: Model) -> tuple[TokenizerBundle | None, str | None]:
         except ZllmcError as error:  # which knows the field, but not the file
             raise ZllmcError(f"{model.path}: {error}") from error
     return tokenizer_from_hf(model.path), chat_templates_from_hf(model.path).get("default")
-
-
-# -- weights -------------------------------------------------------------------------------------------------
-
-
-def _weight_offsets(
-    model: Model, stored: dict[str, TensorType], device: CpuTarget
-) -> tuple[dict[str, tuple[int, int]], int]:
-    """Where each weight lies in weights.bin: (offset, bytes), in the graph's order; and the file's size.
-
-    A weight that kernels read in its block format is packed; the others are vectors, kept as f32.
-    """
-    offsets = {}
-    end = 0
-    for name, type in stored.items():
-        shape = tuple(int(d) for d in type.shape)
-        if type.dtype == "f32":
-            size = 4 * -(-int(np.prod(shape)) // ROW_PAD) * ROW_PAD
-        else:
-            try:
-                size = layout_of(type.dtype, shape, device.lanes).nbytes
-            except ZllmcError as error:
-                raise ZllmcError(f"{model.path}: tensor {name}: {error}") from error
-        offsets[name] = (end, size)
-        end += -(-size // 4096) * 4096
-    return offsets, end
-
-
-def _write_weights(
-    path: Path,
-    model: Model,
-    stored: dict[str, TensorType],
-    offsets: dict[str, tuple[int, int]],
-    size: int,
-    device: CpuTarget,
-    progress: Progress,
-) -> None:
-    formats = {w.name: w.type.dtype for w in model.graph.weights if isinstance(w.type, TensorType)}
-    total = sum(n for _, n in offsets.values())
-    done = 0
-    with path.open("wb") as file:
-        for name, type in stored.items():
-            file.seek(offsets[name][0])
-            shape = tuple(int(d) for d in type.shape)
-            raw = model.weights[name]
-            if type.dtype == "f32":
-                pieces = _vector(formats[name], shape, raw)
-            else:
-                pieces = _packed(type.dtype, shape, raw, device)
-            for piece in pieces:
-                file.write(piece.data)
-                done += piece.nbytes
-                progress("weights", done, total)
-        file.truncate(size)
-
-
-def _packed(
-    format: str, shape: tuple[int, ...], raw: NDArray[np.uint8], device: CpuTarget
-) -> Iterator[NDArray[np.uint8]]:
-    layout = layout_of(format, shape, device.lanes)
-    matrix = raw.reshape(layout.rows, row_bytes(layout.format, layout.columns))
-    step = max(1, _PACK_ELEMENTS // layout.columns // ROW_PAD) * ROW_PAD
-    for start in range(0, layout.rows, step):
-        yield pack_rows(layout, matrix[start : start + step])
-
-
-def _vector(format: str, shape: tuple[int, ...], raw: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
-    fmt = FORMATS[format]
-    numbers = decode(fmt, raw.reshape(-1, row_bytes(fmt, shape[-1]))).reshape(-1)
-    yield np.pad(numbers, (0, -len(numbers) % ROW_PAD)).view(np.uint8)
 
 
 # -- the folder ----------------------------------------------------------------------------------------------
