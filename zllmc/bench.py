@@ -16,6 +16,7 @@ import numpy as np
 
 from zllmc.runtime.artifact import open_artifact
 from zllmc.runtime.engine import Engine
+from zllmc.runtime.speculation import Speculation
 from zllmc.terminal import note
 from zllmc.wording import headline, table
 from zllmc.zllm_ir.errors import ZllmcError
@@ -29,6 +30,7 @@ def run_bench(
     tokens: int,
     depth: int,
     repeat: int,
+    speculate: bool,
     profile: bool,
     as_json: bool,
     threads: int | None,
@@ -43,11 +45,10 @@ def run_bench(
                 f"--depth + --prompt + --tokens is {needed:,}, but the context holds {context:,} tokens"
             )
         plan = open_artifact(artifact).plan
-        result = measure(engine, prompt, tokens, depth, repeat)
-        result |= {
-            "load": {"s": load_seconds},
-            "traffic": traffic(engine, plan, result["decode"]["tokens_per_s"]),
-        }
+        result = measure(engine, prompt, tokens, depth, repeat, speculate=speculate)
+        saved = result["speculation"]["accepted"] / tokens if speculate else 0.0
+        passes = result["decode"]["tokens_per_s"] * (1 - saved)
+        result |= {"load": {"s": load_seconds}, "traffic": traffic(engine, plan, passes)}
         if profile:
             entries = {entry.name: entry for entry in plan.entries}
             pass_tokens = min(prompt, entries["prefill"].max_tokens)
@@ -62,8 +63,12 @@ def run_bench(
             _print(result)
 
 
-def measure(engine: Engine, prompt: int, tokens: int, depth: int, repeat: int) -> dict[str, Any]:
-    """Prefill of `prompt` random tokens after `depth` cached ones, then `tokens` greedy decode rounds."""
+def measure(
+    engine: Engine, prompt: int, tokens: int, depth: int, repeat: int, *, speculate: bool = False
+) -> dict[str, Any]:
+    """Prefill of `prompt` random tokens after `depth` cached ones, then `tokens` greedy decode rounds.
+    With `speculate`, decoding includes making the index of all tokens before, and the last run's counts of
+    guessed and accepted tokens are given."""
     random = np.random.default_rng(0)
     vocab = engine.manifest.vocab
     ids = random.integers(0, vocab, depth + prompt).tolist()
@@ -78,13 +83,17 @@ def measure(engine: Engine, prompt: int, tokens: int, depth: int, repeat: int) -
         computed = time.perf_counter()
         id = int(np.argmax(logits))
         chosen = time.perf_counter()
+        decoder = Speculation(session, ids, tokens + 1) if speculate else session
         for _ in range(tokens):
-            id = int(np.argmax(session.decode(id)))
+            id = int(np.argmax(decoder.decode(id)))
         end = time.perf_counter()
         if run > 0:  # the first touches the memory
             prefill.append(computed - begin)
             first.append(chosen - begin)
             decode.append(end - chosen)
+    guesses = {}
+    if isinstance(decoder, Speculation):
+        guesses["speculation"] = {"drafted": decoder.drafted, "accepted": decoder.accepted}
     return {
         "model": engine.manifest.name,
         "target": engine.manifest.target,
@@ -97,11 +106,12 @@ def measure(engine: Engine, prompt: int, tokens: int, depth: int, repeat: int) -
         "decode": {"tokens_per_s": tokens / median(decode), "s": decode},
         "first_token": {"s": median(first)},
         "memory": {"peak_bytes": peak_memory()},
+        **guesses,
     }
 
 
 def traffic(engine: Engine, plan: Plan, rate: float) -> dict[str, float]:
-    """Bytes of weights that a decode round reads, over their size in the model file, and in a second."""
+    """Bytes of weights that a decode round reads, over their size in the model file, and in `rate` rounds."""
     moved = weight_bytes_per_token(plan, engine.manifest.vocab)
     packed = engine.manifest.source_weights_bytes
     return {
@@ -173,6 +183,9 @@ def _print(result: dict[str, Any]) -> None:
         ["… over their packed size", f"{moved['moved_over_packed']:.3f}", ""],
         ["weights read in decode", f"{moved['weight_bytes_per_s'] / 1e9:,.2f}", "GB/s"],
     ]
+    if "speculation" in result:
+        right = "{accepted} of {drafted}".format(**result["speculation"])
+        rows.append(["guesses accepted", right, "tokens"])
     print(table(rows))
     print(f"{result['threads']} threads, target {result['target']}, median of {result['repeat']}")
     for name, kernels in result.get("profile", {}).items():

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
+from typing import Literal
 
 from zllmc.runtime.engine import Engine, Session
 from zllmc.runtime.generation import Chunk, Prompt, Stats, generate
@@ -39,6 +40,7 @@ class Conversation:
     stop: Sequence[str] = ()
     seed: int | None = None
     raw: bool = False
+    speculate: Literal["ngram"] | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     session: Session = field(init=False)
     last: Stats | None = None
@@ -66,6 +68,7 @@ class Conversation:
             seed=self.seed,
             session=self.session,
             cancel=cancel,
+            speculate=self.speculate,
         )
         try:
             for chunk in stream:
@@ -92,7 +95,11 @@ def speeds(stats: Stats) -> str:
     reused = f" ({stats.reused_tokens:,} reused)" if stats.reused_tokens else ""
     prompt = f"prompt {stats.prompt_tokens:,} tokens{reused}, {stats.prefill_rate:.1f} tokens/s"
     answer = f"answer {stats.tokens:,} tokens"
-    return f"{prompt} | {answer}" + (f", {stats.decode_rate:.1f} tokens/s" if stats.tokens > 1 else "")
+    if stats.tokens > 1:
+        answer += f", {stats.decode_rate:.1f} tokens/s"
+    if stats.drafted:
+        answer += f", {stats.accepted:,} of {stats.drafted:,} guessed tokens right"
+    return f"{prompt} | {answer}"
 
 
 def answer_once(conversation: Conversation, prompt: str, *, quiet: bool = False) -> bool:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import click
 
@@ -64,6 +64,11 @@ def cli() -> None:
 model_argument = click.argument("model", type=click.Path(path_type=Path))
 threads_option = click.option(
     "--threads", type=click.IntRange(1), help="Threads to compute with.  [default: one per physical core]"
+)
+speculate_option = click.option(
+    "--speculate",
+    type=click.Choice(["ngram"]),
+    help="Guess repetitions of earlier text and check several tokens at once.  [default: off]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -172,6 +177,7 @@ Examples:
     "--stop", multiple=True, metavar="TEXT", help="End an answer before this text; may be repeated."
 )
 @click.option("--seed", type=click.IntRange(0), help="Makes answers repeatable.")
+@speculate_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but answers.")
 @threads_option
 @compile_options
@@ -183,6 +189,7 @@ def run(
     max_tokens: int | None,
     stop: tuple[str, ...],
     seed: int | None,
+    speculate: Literal["ngram"] | None,
     quiet: bool,
     threads: int | None,
     target: str | None,
@@ -222,7 +229,7 @@ def run(
             raise click.UsageError(
                 "--system needs a chat template; without one there is only the text itself"
             )
-        conversation = chat.Conversation(engine, params, system, max_tokens, stop, seed, raw)
+        conversation = chat.Conversation(engine, params, system, max_tokens, stop, seed, raw, speculate)
         if prompt is None:
             chat.converse(conversation)
             return
@@ -333,6 +340,7 @@ Examples:
 @click.option(
     "--repeat", default=5, show_default=True, type=click.IntRange(1), help="Runs; medians are shown."
 )
+@speculate_option
 @click.option("--profile", is_flag=True, help="Show the time of every kernel.")
 @json_option
 @threads_option
@@ -342,6 +350,7 @@ def bench(
     tokens: int,
     depth: int,
     repeat: int,
+    speculate: Literal["ngram"] | None,
     profile: bool,
     as_json: bool,
     threads: int | None,
@@ -359,6 +368,7 @@ def bench(
         tokens=tokens,
         depth=depth,
         repeat=repeat,
+        speculate=speculate is not None,
         profile=profile,
         as_json=as_json,
         threads=threads,
