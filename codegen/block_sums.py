@@ -14,8 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from zllmc.codegen.dot import Dot, broadcast_pair, broadcast_step, load_i32
+from zllmc.codegen.grid_codes import load_scale
 from zllmc.codegen.packing import STEPS, UNIT, PackedLayout
-from zllmc.codegen.tir import Expr, Memory, Register, bind, bits, broadcast, cast, const, serial
+from zllmc.codegen.tir import Expr, Memory, Register, bind, broadcast, cast, const, serial
+from zllmc.zllm_ir.block_format import Float
+from zllmc.zllm_ir.errors import ZllmcError
 
 Vectors = Callable[[Expr], list[Expr]]  # of a unit: its codes as the dot product wants them, or its scales
 
@@ -26,7 +29,7 @@ class BlockSums:
     def __init__(self, layout: PackedLayout, dot: Dot, record: Memory, x: Memory) -> None:
         self.layout, self.dot, self.record = layout, dot, record
         self._scales = record.from_(const(layout.code_bytes, "int64"))
-        self._words, self._floats = x.view("int32"), x.view("float32")
+        self._words, self._halves, self._floats = x.view("int32"), x.view("int16"), x.view("float32")
         # Words from the start of a row of x, see `activation_row_bytes`.
         self._scale_at = layout.columns // 4
         self._sum_at = self._scale_at + layout.columns // UNIT
@@ -38,34 +41,48 @@ class BlockSums:
         return [self.dot.values(self.layout, step) for step in raw]
 
     @property
-    def by_unit(self) -> bool:
-        """Whether every unit has one scale and one minimum, so that `add_units` can do all its work."""
-        return self.layout.format.sub_block >= UNIT
+    def parts(self) -> int:
+        """Parts of a unit that have a float scale of their own."""
+        scale = self.layout.format.scale
+        return 2 if scale is not None and scale.count > 1 else 1
 
     @property
-    def has_second(self) -> bool:
-        """Whether `unit_scales` gives a second vector."""
-        return self.layout.format.minimum is not None or self.dot.offset(self.layout) != 0
+    def by_unit(self) -> bool:
+        """Whether `unit_scales` has all scales of a unit, so that `add_units` can do all its work."""
+        return self.layout.format.sub_block >= UNIT or self.parts > 1
+
+    @property
+    def scale_vectors(self) -> int:
+        """How many vectors `unit_scales` gives."""
+        if self.parts > 1:
+            return self.parts
+        return 1 + (self.layout.format.minimum is not None or self.dot.offset(self.layout) != 0)
 
     def unit_scales(self, unit: Expr) -> list[Expr]:
         """Per row of W, what multiplies the unit's Σ q·x and Σ x as f32: d · sc, and ± m · mn or −z · d · sc.
-        The second is absent where the format has neither minimum nor offset."""
+        The second is absent where the format has neither minimum nor offset. Where each half of a unit has
+        its own scale: both scales, for Σ (q − z)·x."""
         layout, lanes = self.layout, self.dot.lanes
         fmt = layout.format
         units = fmt.block // UNIT
         record = bind(unit // units * layout.block_scale_bytes)
+        d_at = record + layout.scale_offset
+        if fmt.scale is not None and self.parts > 1:
+            size = lanes * fmt.scale.nbytes
+            first = bind(d_at + unit % units * (self.parts * size))
+            return [bind(self._float(first + part * size, fmt.scale)) for part in range(self.parts)]
         inside = record + unit % units * lanes
-        d_at = record + (layout.subs + layout.sub_mins) * lanes
-        d = self._f16(d_at)
+        d = self._float(d_at, fmt.scale)
         if layout.subs:
             d = d * cast(load_i32(self._scales.view("int8"), inside, lanes), "float32")
         d = bind(d)
         if fmt.minimum:
-            m = self._f16(d_at + 2 * lanes) * const(fmt.min_sign, "float32", lanes)
+            m_at = record + layout.minimum_offset
+            m = self._float(m_at, fmt.minimum) * const(fmt.min_sign, "float32", lanes)
             if layout.sub_mins:
                 m = m * cast(load_i32(self._scales, inside + layout.subs * lanes, lanes), "float32")
             return [d, bind(m)]
-        if not self.has_second:
+        if self.scale_vectors == 1:
             return [d]
         return [d, bind(d * const(-self.dot.offset(layout), "float32", lanes))]
 
@@ -82,6 +99,9 @@ class BlockSums:
         gives what `unit_scales` does."""
         lanes = self.dot.lanes
         with serial(begin, end) as unit:
+            if self.parts > 1:
+                self._add_halves(totals, rows, unit, steps(unit), scales(unit))
+                return
             d, *m = scales(unit)
             sums = self.dot.dot(self.layout, steps(unit), self._activations(rows, unit), None)
             for total, acc, row in zip(totals, sums, rows, strict=True):
@@ -91,16 +111,39 @@ class BlockSums:
                     value = value + m[0] * broadcast(self._floats.load(row + self._sum_at + unit), lanes)
                 total.set(value)
 
+    def _add_halves(
+        self,
+        totals: Sequence[Register],
+        rows: Sequence[Expr],
+        unit: Expr,
+        codes: list[Expr],
+        scales: list[Expr],
+    ) -> None:
+        lanes, offset = self.dot.lanes, self.dot.offset(self.layout)
+        x = self._activations(rows, unit)
+        half = STEPS // 2
+        scaled: list[Expr] = [const(0, "float32", lanes)] * len(rows)
+        for part, d in enumerate(scales):
+            of = slice(part * half, (part + 1) * half)
+            sums = self.dot.dot(self.layout, codes[of], [steps[of] for steps in x], None)
+            for i, row in enumerate(rows):
+                acc = sums[i]
+                if offset:
+                    x_sum = self._halves.load((row + self._pair_at + unit) * 2 + part)
+                    acc = acc - broadcast(cast(x_sum, "int32") * const(offset, "int32"), lanes)
+                scaled[i] = bind(scaled[i] + cast(acc, "float32") * d)
+        for i, (total, row) in enumerate(zip(totals, rows, strict=True)):
+            total.set(
+                total.get() + scaled[i] * broadcast(self._floats.load(row + self._scale_at + unit), lanes)
+            )
+
     def add_blocks(
         self, totals: Sequence[Register], rows: Sequence[Expr], begin: Expr, end: Expr, steps: Vectors
     ) -> None:
         """Add blocks begin … end − 1 to the totals: integers within a unit, d and m once a block."""
-        layout, lanes = self.layout, self.dot.lanes
         with serial(begin, end) as block:
-            record = bind(block * layout.block_scale_bytes)
-            self._add_block(
-                totals, rows, block, record, record + (layout.subs + layout.sub_mins) * lanes, steps
-            )
+            record = bind(block * self.layout.block_scale_bytes)
+            self._add_block(totals, rows, block, record, steps)
 
     def _activations(self, rows: Sequence[Expr], unit: Expr) -> list[list[Expr]]:
         first = bind(unit * STEPS)
@@ -115,7 +158,6 @@ class BlockSums:
         rows: Sequence[Expr],
         block: Expr,
         record: Expr,
-        d_at: Expr,
         steps: Vectors,
     ) -> None:
         fmt, lanes = self.layout.format, self.dot.lanes
@@ -130,17 +172,19 @@ class BlockSums:
                 scaled[i].set(scaled[i].get() + cast(sums[i], "float32") * dx)
                 if mins:
                     minima[i].set(minima[i].get() + cast(mins[i], "float32") * dx)
-        d = bind(self._f16(d_at))
+        d = bind(self._float(record + self.layout.scale_offset, fmt.scale))
         for total, part in zip(totals, scaled, strict=True):
             total.set(total.get() + part.get() * d)
         if minima:
-            m = bind(self._f16(d_at + 2 * lanes) * const(fmt.min_sign, "float32", lanes))
+            m_at = record + self.layout.minimum_offset
+            m = bind(self._float(m_at, fmt.minimum) * const(fmt.min_sign, "float32", lanes))
             for total, part in zip(totals, minima, strict=True):
                 total.set(total.get() + part.get() * m)
 
-    def _f16(self, at: Expr) -> Expr:
-        lanes = self.dot.lanes
-        return cast(bits(self._scales.load(at, 2 * lanes), f"float16x{lanes}"), "float32")
+    def _float(self, at: Expr, number: Float | None) -> Expr:
+        if number is None:
+            raise ZllmcError(f"{self.layout.format.name} has no scale")
+        return load_scale(self._scales, at, self.dot.lanes, number)
 
     def _unit(
         self, steps: Vectors, rows: Sequence[Expr], record: Expr, unit: Expr, unit_in_block: Expr

@@ -11,10 +11,11 @@ from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
+from zllmc.codegen.grid_codes import bit_field, grid_steps
 from zllmc.codegen.packing import STEPS, PackedLayout
 from zllmc.codegen.tir import Expr, Memory, bind, bits, broadcast, cast, const, llvm
 from zllmc.targets.cpu import CpuTarget
-from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.block_format import Field, Grid
 
 _LARGEST_ACTIVATION = 127
 
@@ -30,56 +31,44 @@ class Dot:
     # -- codes ---------------------------------------------------------------------------------------------
 
     def code_steps(self, layout: PackedLayout, codes: Memory, at: Expr) -> list[Expr]:
-        """The unit's 8 vectors of raw codes (u8), from its planes at byte `at`."""
+        """The unit's 8 vectors of codes, as u8 bits, from its bytes at `at`; the weights' integers are these
+        less the codes' `zero`, which a grid with signs and a table have none of."""
+        if isinstance(layout.codes, Grid):
+            return grid_steps(layout, layout.codes, codes, at)
         steps: list[Expr] = [None] * STEPS
         below = 0  # bits of the planes so far
         for plane in layout.plane_bits:
             size = 4 * self.lanes
             vectors = [bind(codes.load(at + below * size + v * size, size)) for v in range(plane)]
             for step in range(STEPS):
-                part = self._field(vectors[step % plane], step // plane * plane, plane, below)
+                part = bit_field(vectors[step % plane], step // plane * plane, plane, below)
                 steps[step] = part if steps[step] is None else steps[step] | part
             below += plane
+        if isinstance(layout.codes, Field) and layout.codes.table is not None:
+            return [self._lookup(layout.codes.table, step) for step in steps]
         return steps
-
-    def _field(self, vector: Expr, start: int, width: int, to: int) -> Expr:
-        """Bits start … start+width−1 of each byte, moved to bit `to`. Bytes have no shift of their own: shift
-        wider lanes, then mask what came from the neighbour."""
-        if width == 8:
-            return vector
-        size = 4 * self.lanes
-        if start != to:
-            wide = bits(vector, f"uint16x{size // 2}")
-            by = const(abs(start - to), "uint16", size // 2)
-            vector = bits(wide >> by if start > to else wide << by, f"uint8x{size}")
-        return vector & const(((1 << width) - 1) << to, "uint8", size)
 
     def values(self, layout: PackedLayout, step: Expr) -> Expr:
         """A step's codes as the dot product wants them; see `offset` for what they exceed the weights by."""
-        codes = layout.format.codes
         size = 4 * self.lanes
-        if codes is None:
-            raise ZllmcError(f"{layout.format.name} has no codes")
-        if codes.table is not None:
-            step = self.lookup(codes.table, step)
         if self.kind == "sdot":
-            return bits(step, f"int8x{size}") - const(codes.zero, "int8", size)
+            return bits(step, f"int8x{size}") - const(layout.codes.zero, "int8", size)
         if self.kind == "vnni" and self.signed(layout):
             return step ^ const(0x80, "uint8", size)
         return step
 
     def signed(self, layout: PackedLayout) -> bool:
-        codes = layout.format.codes
-        return codes is not None and (codes.signed or codes.table is not None)
+        """Whether the codes are i8, not u8."""
+        codes = layout.codes
+        return codes.signed or (isinstance(codes, Field) and codes.table is not None)
 
     def offset(self, layout: PackedLayout) -> int:
         """`values` minus the weight's integer: a constant that the sums of activations take out again."""
-        codes = layout.format.codes
-        if codes is None or self.kind == "sdot":
+        if self.kind == "sdot":
             return 0
-        return 128 if self.kind == "vnni" and self.signed(layout) else codes.zero
+        return 128 if self.kind == "vnni" and self.signed(layout) else layout.codes.zero
 
-    def lookup(self, table: Sequence[int], index: Expr) -> Expr:
+    def _lookup(self, table: Sequence[int], index: Expr) -> Expr:
         size = 4 * self.lanes
         packed = bytes(v & 0xFF for v in table)
         if self.kind == "sdot":
@@ -126,11 +115,7 @@ class Dot:
         """Pairs are summed in i16 for as many steps as cannot overflow, then widened with the scale."""
         pairs = 2 * self.lanes
         signed = self.signed(layout)
-        codes = layout.format.codes
-        if codes is None:
-            raise ZllmcError(f"{layout.format.name} has no codes")
-        largest = 128 if signed else (1 << codes.bits) - 1
-        limit = 32767 // (2 * _LARGEST_ACTIVATION * largest)
+        limit = 32767 // (2 * _LARGEST_ACTIVATION * layout.codes.largest)
         weight = const(1, "int16", pairs) if scale is None else scale
         sums: list[Any] = [None] * len(x)
         for start in range(0, len(steps), limit):

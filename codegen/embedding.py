@@ -7,6 +7,7 @@ from typing import Any
 from tvm.script.ir_builder import tirx as T
 
 from zllmc.codegen.dot import Dot
+from zllmc.codegen.grid_codes import load_scale
 from zllmc.codegen.packing import STEPS, UNIT, PackedLayout, layout_of
 from zllmc.codegen.tir import Expr, Kernel, Memory, bind, bits, broadcast, cast, const, local, serial
 from zllmc.targets.cpu import CpuTarget
@@ -58,13 +59,13 @@ class _Row:
     def _unit(self, record: Memory, lane: Expr, unit: Expr, out_at: Expr) -> None:
         layout, dot, lanes = self.layout, self.dot, self.dot.lanes
         fmt = layout.format
-        if fmt.codes is None:
-            raise ZllmcError(f"{fmt.name} has no codes")
+        if fmt.scale is None:
+            raise ZllmcError(f"{fmt.name} has no scale")
         # All rows of the group are unpacked side by side, then this one is picked.
         size = 4 * lanes
         codes = local("uint8", STEPS * size)
         for s, step in enumerate(dot.code_steps(layout, record, bind(unit * layout.unit_bytes))):
-            codes.store(s * size, dot.lookup(fmt.codes.table, step) if fmt.codes.table else step)
+            codes.store(s * size, step)
         if dot.signed(layout):
             codes = codes.view("int8")
 
@@ -72,33 +73,34 @@ class _Row:
         scales = record.from_(const(layout.code_bytes, "int64"))
         block = bind(unit // units * layout.block_scale_bytes)
         inside = bind(unit % units)
-        floats = local("float32", 2 * lanes)
-        floats.store(0, self._f16(scales, block + (layout.subs + layout.sub_mins) * lanes))
+        subs = UNIT // fmt.sub_block if fmt.sub_block < fmt.block else 1  # sub-scales of a unit
+        floats = local("float32", 3 * lanes)  # d of both halves of the unit, m
+        d_at = block + layout.scale_offset
+        if fmt.scale.count > 1:
+            d_at = d_at + inside * (subs * lanes * fmt.scale.nbytes)
+        for sub in range(subs if fmt.scale.count > 1 else 1):
+            at = d_at + sub * lanes * fmt.scale.nbytes
+            floats.store(sub * lanes, load_scale(scales, at, lanes, fmt.scale))
         if fmt.minimum:
-            floats.store(lanes, self._f16(scales, block + layout.minimum_offset))
-        subs = UNIT // fmt.sub_block if layout.subs else 1  # sub-scales of a unit
+            floats.store(2 * lanes, load_scale(scales, block + layout.minimum_offset, lanes, fmt.minimum))
         for sub in range(subs):
             within = bind(inside * (subs * lanes) + lane * subs + sub)
-            d = floats.load(lane)
+            d = floats.load((sub * lanes if fmt.scale.count > 1 else 0) + lane)
             if layout.subs:
                 d = d * cast(scales.view("int8").load(block + within), "float32")
             d = bind(d)
             m = None
             if fmt.minimum:
-                m = floats.load(lanes + lane)
+                m = floats.load(2 * lanes + lane)
                 if layout.sub_mins:
                     m = m * cast(scales.load(block + layout.subs * lanes + within), "float32")
                 m = bind(m * const(fmt.min_sign, "float32"))
             for s in range(sub * STEPS // subs, (sub + 1) * STEPS // subs):
-                q = cast(codes.load(s * size + lane * 4, 4), "int32") - const(fmt.codes.zero, "int32", 4)
+                q = cast(codes.load(s * size + lane * 4, 4), "int32") - const(layout.codes.zero, "int32", 4)
                 w = broadcast(d, 4) * cast(q, "float32")
                 if m is not None:
                     w = w + broadcast(m, 4)
                 self.out.store(out_at + unit * UNIT + 4 * s, w * const(self.scale, "float32", 4))
-
-    def _f16(self, memory: Memory, at: Expr) -> Expr:
-        lanes = self.dot.lanes
-        return cast(bits(memory.load(at, 2 * lanes), f"float16x{lanes}"), "float32")
 
     def _column(self, record: Memory, lane: Expr, column: Expr, out_at: Expr) -> None:
         at = column * self.dot.lanes + lane

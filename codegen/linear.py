@@ -173,7 +173,7 @@ class _Groups:
 
             def unit_scales(unit: Expr, scales: Memory) -> list[Expr]:
                 slot = bind((unit - begin * units) * (2 * lanes))
-                return [bind(scales.load(slot + i * lanes, lanes)) for i in range(1 + sums.has_second)]
+                return [bind(scales.load(slot + i * lanes, lanes)) for i in range(sums.scale_vectors)]
 
             with serial(0, tiles) as t:
                 registers = [

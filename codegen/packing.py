@@ -7,26 +7,34 @@ row and a dot product needs no horizontal sum:
     codes:    units of 32 columns; each unit: for each plane of `bits` bits, `bits` vectors of 4·lanes bytes.
               Byte 4·r + j of the vector of step s is column 4·s + j of row r, and step s of the unit's 8
               lies in vector s % bits, at bit (s // bits) · bits.
-    scales:   for each block: sub-scales i8, sub-mins u8, scale d f16 [lanes], minimum f16 [lanes].
-              Sub-scales of 32 columns: [unit][lanes]; of 16 columns: pairs [unit][lanes][2].
+              A grid's signs are a plane of 1 bit. Its indices come before: [index of the unit][lanes] low
+              bytes, then [lanes] u8 or u16 with the bits above 8 of all of the unit's indices, the first
+              index lowest; a shift is one more bit above its index's.
+    scales:   for each block: sub-scales i8, sub-mins u8, scales d [count][lanes] and minimum [lanes] in the
+              format's own kind of float. Sub-scales of 32 columns: [unit][lanes]; of 16 columns: pairs
+              [unit][lanes][2].
 
 Plain floats are stored as [column][lanes] in their own width. Rows are padded with zeros to a multiple of 16.
-The size is that of the GGUF, but for the 6-bit (4-bit) sub-scales of K formats, which take a byte each.
+The size is that of the GGUF, but for what is not worth its unpacking: sub-scales take a byte each, all 8
+signs of a grid's vector are stored (1/8 bit per weight more where the GGUF has 7), and ternary digits 2 bits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zllmc.zllm_ir.block_format import BlockFormat, Field, Float, Grid, Trits
 from zllmc.zllm_ir.errors import ZllmcError
-from zllmc.zllm_ir.formats import FORMATS, BlockFormat, Field, decode_field
+from zllmc.zllm_ir.formats import FORMATS, decode_codes, decode_field, decode_signs, float_bytes
 
 ROW_PAD = 16
 UNIT = 32  # columns that share one activation scale
 STEPS = 8  # of 4 columns in a unit
+SCALE_KINDS = ("f16", "e8m0_half", "ue4m3_half")
 _PLAIN = {"f32": 4, "f16": 2, "bf16": 2}
 
 
@@ -45,8 +53,11 @@ class PackedLayout:
             # This is the shape of every format that the kernels can unpack; a new one must say so here.
             if fmt.block % UNIT or fmt.sub_block not in (16, 32, fmt.block):
                 raise ZllmcError(f"no CPU kernel for {fmt.name}: blocks of {fmt.block}/{fmt.sub_block}")
-            if fmt.scale is None or fmt.scale.kind != "f16":
-                raise ZllmcError(f"no CPU kernel for {fmt.name}: its scale is no f16")
+            if fmt.scale is None or fmt.scale.kind not in SCALE_KINDS:
+                kind, known = fmt.scale and fmt.scale.kind, " or ".join(SCALE_KINDS)
+                raise ZllmcError(f"no CPU kernel for {fmt.name}: its scale is {kind}, not {known}")
+            if fmt.scale.count > 1 and (fmt.sub_block != UNIT // 2 or fmt.sub_scales or fmt.minimum):
+                raise ZllmcError(f"no CPU kernel for {fmt.name}: several scales of {fmt.sub_block} columns")
         if self.columns % max(fmt.block, 1):
             raise ZllmcError(f"{fmt.name}: {self.columns} columns are no multiple of {fmt.block}")
 
@@ -59,13 +70,46 @@ class PackedLayout:
         return self.padded_rows // self.lanes
 
     @property
+    def codes(self) -> Field | Grid | Trits:
+        if self.format.codes is None:
+            raise ZllmcError(f"{self.format.name} has no codes")
+        return self.format.codes
+
+    @property
     def plane_bits(self) -> tuple[int, ...]:
-        return () if self.format.codes is None else tuple(p.bits for p in self.format.codes.planes)
+        match self.codes:
+            case Field(planes=planes):
+                return tuple(plane.bits for plane in planes)
+            case Grid(signs=signs):
+                return () if signs is None else (1,)
+            case Trits():
+                return (2,)
+
+    @property
+    def indices(self) -> int:
+        """Grid indices of a row's unit (0 without)."""
+        return self.codes.index.count * UNIT // self.format.block if isinstance(self.codes, Grid) else 0
+
+    @property
+    def high_bits(self) -> int:
+        """Bits of an index, and of its shift, above the lowest 8."""
+        codes = self.codes
+        return codes.index.bits - 8 + (codes.shift is not None) if isinstance(codes, Grid) else 0
+
+    @property
+    def high_bytes(self) -> int:
+        """Bytes that hold these bits for all indices of a row's unit."""
+        return -(-self.indices * self.high_bits // 8)
+
+    @property
+    def planes_offset(self) -> int:
+        """Of the planes within a unit."""
+        return (self.indices + self.high_bytes) * self.lanes
 
     @property
     def unit_bytes(self) -> int:
         """Code bytes of one unit of a group."""
-        return sum(self.plane_bits) * 4 * self.lanes
+        return self.planes_offset + sum(self.plane_bits) * 4 * self.lanes
 
     @property
     def code_bytes(self) -> int:
@@ -83,14 +127,20 @@ class PackedLayout:
         return 0 if self.format.sub_mins is None else self.format.sub_mins.count
 
     @property
+    def scale_offset(self) -> int:
+        """Of the block's scale within its scale record."""
+        return (self.subs + self.sub_mins) * self.lanes
+
+    @property
     def minimum_offset(self) -> int:
-        """Of the block's minimum within its scale record; the scale is one vector of f16 before it."""
-        return (self.subs + self.sub_mins) * self.lanes + 2 * self.lanes
+        """Of the block's minimum within its scale record."""
+        scale = self.format.scale
+        return self.scale_offset + (scale.count * scale.nbytes * self.lanes if scale else 0)
 
     @property
     def block_scale_bytes(self) -> int:
         """Bytes of a block's scale record."""
-        return self.minimum_offset + (2 * self.lanes if self.format.minimum else 0)
+        return self.minimum_offset + (self.format.minimum.nbytes * self.lanes if self.format.minimum else 0)
 
     @property
     def group_bytes(self) -> int:
@@ -123,21 +173,51 @@ def pack_rows(layout: PackedLayout, raw: NDArray[np.uint8]) -> NDArray[np.uint8]
 
 
 def _pack_codes(layout: PackedLayout, blocks: NDArray[np.uint8], groups: int) -> NDArray[np.uint8]:
-    codes = layout.format.codes
-    if codes is None:
-        raise ZllmcError(f"{layout.format.name} has no codes")
+    fmt, codes = layout.format, layout.codes
+    match codes:
+        case Field():
+            parts = [
+                _interleave(layout, decode_field(fmt, Field((plane,)), blocks), plane.bits, groups)
+                for plane in codes.planes
+            ]
+        case Grid():
+            parts = _pack_indices(layout, codes, blocks, groups)
+            if codes.signs is not None:
+                parts.append(_interleave(layout, decode_signs(fmt, codes.signs, blocks), 1, groups))
+        case Trits():
+            parts = [_interleave(layout, decode_codes(fmt, blocks) + codes.zero, 2, groups)]
+    return np.concatenate(parts, axis=2).reshape(groups, -1)
+
+
+def _interleave(layout: PackedLayout, values: NDArray[Any], bits: int, groups: int) -> NDArray[np.uint8]:
+    """One plane: values of every block, (n, block), to (groups, units, bytes)."""
     lanes, units = layout.lanes, layout.columns // UNIT
-    planes = []
-    for plane in codes.planes:
-        bits = plane.bits
-        values = decode_field(layout.format, Field((plane,)), blocks).astype(np.uint8)
-        # (group, row, unit, high, vector, column of 4): step = high · bits + vector
-        steps = values.reshape(groups, lanes, units, STEPS // bits, bits, 4)
-        packed = steps[:, :, :, 0].copy()
-        for high in range(1, STEPS // bits):
-            packed |= steps[:, :, :, high] << (high * bits)
-        planes.append(packed.transpose(0, 2, 3, 1, 4).reshape(groups, units, -1))
-    return np.concatenate(planes, axis=2).reshape(groups, -1)
+    # (group, row, unit, high, vector, column of 4): step = high · bits + vector
+    steps = values.astype(np.uint8).reshape(groups, lanes, units, STEPS // bits, bits, 4)
+    packed = steps[:, :, :, 0].copy()
+    for high in range(1, STEPS // bits):
+        packed |= steps[:, :, :, high] << (high * bits)
+    return packed.transpose(0, 2, 3, 1, 4).reshape(groups, units, -1)
+
+
+def _pack_indices(
+    layout: PackedLayout, codes: Grid, blocks: NDArray[np.uint8], groups: int
+) -> list[NDArray[np.uint8]]:
+    """The low bytes of a grid's indices, and the rest of their bits; each (groups, units, bytes)."""
+    lanes, units, indices = layout.lanes, layout.columns // UNIT, layout.indices
+    stored = decode_field(layout.format, codes.index, blocks)
+    if codes.shift is not None:
+        shift = decode_field(layout.format, codes.shift, blocks) != 0
+        stored |= np.repeat(shift, codes.index.count // codes.shift.count, axis=1) * np.int16(
+            1 << codes.index.bits
+        )
+    rows = stored.view(np.uint16).reshape(groups, lanes, units, indices)
+    parts = [rows.astype(np.uint8).transpose(0, 2, 3, 1).reshape(groups, units, -1)]
+    if layout.high_bytes:
+        shifts = np.arange(indices, dtype=np.uint16) * np.uint16(layout.high_bits)
+        high = np.bitwise_or.reduce(rows >> 8 << shifts, axis=3).astype(f"<u{layout.high_bytes}")
+        parts.append(np.ascontiguousarray(high.transpose(0, 2, 1)).view(np.uint8))
+    return parts
 
 
 def _pack_scales(layout: PackedLayout, blocks: NDArray[np.uint8], groups: int) -> NDArray[np.uint8]:
@@ -151,12 +231,18 @@ def _pack_scales(layout: PackedLayout, blocks: NDArray[np.uint8], groups: int) -
         pair = UNIT // fmt.sub_block
         units = values.reshape(groups, lanes, per_row, field.count // pair, pair)
         parts.append(units.transpose(0, 2, 3, 1, 4).reshape(groups, per_row, -1))
-    for value in (fmt.scale, fmt.minimum):
-        if value is None:
-            continue
-        raw = blocks[:, value.offset : value.offset + 2].reshape(groups, lanes, per_row, 2)
-        parts.append(raw.transpose(0, 2, 1, 3).reshape(groups, per_row, -1))
+    for number in (fmt.scale, fmt.minimum):
+        if number is not None:
+            raw = _float_bytes(number, blocks).reshape(groups, lanes, per_row, number.count, number.nbytes)
+            parts.append(raw.transpose(0, 2, 3, 1, 4).reshape(groups, per_row, -1))
     return np.concatenate(parts, axis=2).reshape(groups, -1)
+
+
+def _float_bytes(number: Float, blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    raw = float_bytes(number, blocks)
+    if number.kind == "ue4m3_half":  # the kernels leave out the exceptions
+        return np.where(raw == 0x7F, 0, raw & 0x7F).astype(np.uint8)
+    return raw
 
 
 def layout_of(format: str, shape: tuple[int, ...], lanes: int) -> PackedLayout:

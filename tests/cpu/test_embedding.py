@@ -7,7 +7,6 @@ import pytest
 
 from blocks import random_rows
 from harness import RUNNABLE, control, run
-from test_linear import FLOOR
 from zllmc.codegen.embedding import embedding
 from zllmc.codegen.packing import layout_of, pack_rows
 from zllmc.zllm_ir.formats import FORMATS, decode
@@ -15,7 +14,7 @@ from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
 from zllmc.zllm_ir.types import T, TensorType
 
 
-@pytest.mark.parametrize("format", FLOOR)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_rows_equal_the_decoder(format, tokens):
     rng = np.random.default_rng(tokens)

@@ -10,6 +10,7 @@ import pytest
 
 import zllmc
 from processes import Run
+from zllmc.zllm_ir.formats import FORMATS
 
 pytest_plugins = ("cli_fixtures",)
 
@@ -30,7 +31,10 @@ def test_info_of_an_artifact(run: Run, artifact: pathlib.Path) -> None:
     assert "llama 64k F32 | weights" in run("info", artifact).out
 
 
-def test_info_shows_what_an_unsupported_model_is(run: Run, conformance: pathlib.Path) -> None:
+def test_info_shows_what_an_unsupported_model_is(
+    run: Run, conformance: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(FORMATS, "IQ1_M")
     done = run("info", conformance / "quants" / "llama-dense-IQ1_M.gguf")
     assert done.code == 2 and "no kernel for" in done.out and "IQ1_M" in done.err
 
@@ -42,9 +46,8 @@ def test_targets_keeps_four_states_apart(run: Run) -> None:
     def states(format: str) -> list[bool]:
         return [cells[format, "cpu:avx2"][s] for s in ("parsed", "reference", "kernel", "default_path")]
 
-    assert states("Q4_K") == states("F16") == [True, True, True, True]
-    assert states("MXFP4") == [True, True, False, False]
-    assert states("IQ2_XXS") == [True, False, False, False]
+    assert states("Q4_K") == states("F16") == states("IQ1_M") == [True, True, True, True]
+    assert states("Q8_1") == [True, False, False, False]
 
 
 def test_verify_passes_a_right_artifact(

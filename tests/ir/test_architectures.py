@@ -264,7 +264,7 @@ class FakeTensor:
         ("token_embd.weight", None, "tensor token_embd.weight is missing"),
         ("output_norm.weight", FakeTensor((255,), "F32"), r"output_norm.weight has the shape \(255,\)"),
         ("output_norm.weight", FakeTensor((256, 1), "F32"), "output_norm.weight has the shape"),
-        ("blk.0.attn_q.weight", FakeTensor((256, 256), "IQ1_S"), "attn_q.weight has type IQ1_S, which can't"),
+        ("blk.0.attn_q.weight", FakeTensor((256, 256), "Q8_1"), "attn_q.weight has type Q8_1, which can't"),
         ("blk.0.attn_q.bias", FakeTensor((255,), "F32"), r"attn_q.bias has the shape \(255,\)"),
         (
             "blk.0.attn_q.scale",

@@ -12,20 +12,18 @@ from hypothesis import strategies as st
 
 from blocks import LARGEST, field_values, random_rows
 from zllmc.zllm_ir import formats
+from zllmc.zllm_ir.block_format import BlockFormat, Field, Float, Grid, Plane, Trits, strided
 from zllmc.zllm_ir.formats import (
     BY_GGML_TYPE,
     FORMATS,
-    BlockFormat,
     Bytes,
-    Field,
-    Float,
-    Plane,
     decode,
+    decode_codes,
     decode_field,
     decode_float,
     row_bytes,
-    strided,
 )
+from zllmc.zllm_ir.grids import book
 
 PACKED = [fmt for fmt in FORMATS.values() if fmt.plain is None]
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
@@ -33,7 +31,14 @@ every_packed_format = pytest.mark.parametrize("fmt", PACKED, ids=lambda fmt: fmt
 
 
 def fields(fmt: BlockFormat) -> list[Field]:
-    return [field for field in (fmt.codes, fmt.sub_scales, fmt.sub_mins) if field is not None]
+    match fmt.codes:
+        case Grid(index=index, signs=signs, shift=shift):
+            codes = [index, Field((signs,)) if signs else None, shift]
+        case Trits(byte=byte):
+            codes = [Field((Plane(8, tuple(8 * b for b in sorted(set(byte)))),))]
+        case _:
+            codes = [fmt.codes]
+    return [field for field in (*codes, fmt.sub_scales, fmt.sub_mins) if field is not None]
 
 
 def floats(fmt: BlockFormat) -> list[Float]:
@@ -71,14 +76,17 @@ def test_every_bit_of_a_block_has_exactly_one_meaning(fmt: BlockFormat) -> None:
         for bit in range(plane.bits)
     )
     for number in floats(fmt):
-        uses.update(range(8 * number.offset, 8 * (number.offset + number.nbytes)))
+        end = number.offset + number.count * number.nbytes
+        nibbles = range(8 * number.offset, 8 * end, 4) if number.nibbles is None else number.nibbles
+        uses.update(address + bit for address in nibbles for bit in range(4))
     assert uses == Counter(range(8 * fmt.nbytes))
 
 
 @every_packed_format
 def test_counts_fit_the_block(fmt: BlockFormat) -> None:
-    assert fmt.codes is not None and fmt.scale is not None
-    assert fmt.codes.count == fmt.block
+    assert fmt.scale is not None
+    assert decode_codes(fmt, np.zeros((1, fmt.nbytes), np.uint8)).shape == (1, fmt.block)
+    assert fmt.scale.nibbles is None or len(fmt.scale.nibbles) == 2 * fmt.scale.nbytes
     assert fmt.block % fmt.sub_block == 0
     assert fmt.sub_mins is None or fmt.minimum is not None
     for field in (fmt.sub_scales, fmt.sub_mins):
@@ -86,9 +94,22 @@ def test_counts_fit_the_block(fmt: BlockFormat) -> None:
 
 
 @every_packed_format
-def test_codes_fit_int8(fmt: BlockFormat) -> None:
-    for field in fields(fmt):
-        assert -128 <= field_values(field).min() <= field_values(field).max() <= 127
+def test_integers_fit_int8(fmt: BlockFormat) -> None:
+    assert fmt.codes is not None
+    codes = decode_codes(fmt, random_rows(fmt, 64, fmt.block, np.random.default_rng(0)))
+    assert -128 <= codes.min() <= codes.max() <= 127
+    assert np.abs(codes + fmt.codes.zero).max() <= fmt.codes.largest
+    for field in (fmt.sub_scales, fmt.sub_mins):
+        assert field is None or -128 <= field_values(field).min() <= field_values(field).max() <= 127
+
+
+@pytest.mark.parametrize("fmt", [f for f in PACKED if isinstance(f.codes, Grid)], ids=lambda fmt: fmt.name)
+def test_every_index_finds_a_vector_of_its_own(fmt: BlockFormat) -> None:
+    assert isinstance(fmt.codes, Grid)
+    vectors = book(fmt.codes.book)
+    assert vectors.shape == (1 << fmt.codes.index.bits, fmt.block // fmt.codes.index.count)
+    assert len(np.unique(vectors, axis=0)) == len(vectors)
+    assert set(np.unique(vectors)) == set(range(len(fmt.codes.values)))
 
 
 def test_strided_counts_the_last_digit_fastest() -> None:
@@ -104,22 +125,33 @@ def test_a_part_that_straddles_bytes_is_refused(bits: int, address: int) -> None
 def test_fields_that_contradict_themselves_are_refused() -> None:
     with pytest.raises(ValueError, match="same number"):
         Field((Plane(4, (0, 8)), Plane(1, (4,))))
-    with pytest.raises(ValueError, match="at most 8"):
-        Field((Plane(8, (0,)), Plane(1, (8,))))
+    with pytest.raises(ValueError, match="at most 12"):
+        Field((Plane(8, (0,)), Plane(5, (8,))))
     with pytest.raises(ValueError, match="code book"):
         Field((Plane(2, (0,)),), table=(1, 2, 3))
+    with pytest.raises(ValueError, match="one of its 5 digits"):
+        Trits(byte=(0, 0), digit=(4, 5))
 
 
 # ---- the decoder
 
 
-def number_in(block: bytes, number: Float) -> np.float32:
+def number_in(block: bytes, number: Float, i: int) -> np.float32:
+    if number.nibbles is not None:
+        whole = int.from_bytes(block, "little")
+        block = sum((whole >> at) % 16 << 4 * k for k, at in enumerate(number.nibbles)).to_bytes(2, "little")
+        return np.float32(struct.unpack("<e", block)[0] * number.factor)
+    byte = block[number.offset + i]
     if number.kind == "e8m0_half":
-        return np.float32(math.ldexp(1, block[number.offset] - 128))
-    return np.float32(struct.unpack_from("<e", block, number.offset)[0])
+        return np.float32(math.ldexp(1, byte - 128))
+    if number.kind == "ue4m3_half":
+        exponent, mantissa = byte >> 3 & 15, byte & 7
+        value = math.ldexp(8 + mantissa, exponent - 10) if exponent else math.ldexp(mantissa, -9)
+        return np.float32(0 if byte == 0x7F else value / 2)
+    return np.float32(struct.unpack_from("<e", block, number.offset)[0] * number.factor)
 
 
-def integer_in(block: bytes, field: Field, i: int) -> np.float32:
+def integer_in(block: bytes, field: Field, i: int) -> int:
     whole = int.from_bytes(block, "little")
     value = shift = 0
     for plane in field.planes:
@@ -127,7 +159,25 @@ def integer_in(block: bytes, field: Field, i: int) -> np.float32:
         shift += plane.bits
     if field.signed and value >= 1 << (field.bits - 1):
         value -= 1 << field.bits
-    return np.float32(field.table[value] if field.table else value - field.zero)
+    return field.table[value] if field.table else field.step * value - field.zero
+
+
+def code_in(block: bytes, fmt: BlockFormat, k: int) -> int:
+    codes = fmt.codes
+    if isinstance(codes, Trits):
+        return block[codes.byte[k]] * 3 ** (codes.digit[k] + 1) // 256 % 3 - 1
+    if not isinstance(codes, Grid):
+        assert codes is not None
+        return integer_in(block, codes, k)
+    vector, element = divmod(k, fmt.block // codes.index.count)
+    value = codes.values[book(codes.book)[integer_in(block, codes.index, vector), element]] - codes.zero
+    if codes.shift is not None:
+        value -= integer_in(block, codes.shift, k * codes.shift.count // fmt.block)
+    if codes.signs is not None:
+        stored = len(codes.signs.at) * 8 // fmt.block  # of 8 signs
+        bits = [integer_in(block, Field((codes.signs,)), k // 8 * stored + i) for i in range(stored)]
+        value *= (-1) ** [*bits, sum(bits) % 2][k % 8]
+    return value
 
 
 @given(st.data())
@@ -135,16 +185,16 @@ def test_decoding_is_what_the_description_says(data: st.DataObject) -> None:
     fmt = data.draw(st.sampled_from(PACKED))
     block = data.draw(st.binary(min_size=fmt.nbytes, max_size=fmt.nbytes))
     k = data.draw(st.integers(0, fmt.block - 1))
-    assert fmt.codes is not None and fmt.scale is not None
+    assert fmt.scale is not None
     with np.errstate(all="ignore"):
-        scale = number_in(block, fmt.scale)
+        scale = number_in(block, fmt.scale, k * fmt.scale.count // fmt.block)
         if fmt.sub_scales:
-            scale *= integer_in(block, fmt.sub_scales, k // fmt.sub_block)
-        expected = scale * integer_in(block, fmt.codes, k)
+            scale *= np.float32(integer_in(block, fmt.sub_scales, k // fmt.sub_block))
+        expected = scale * np.float32(code_in(block, fmt, k))
         if fmt.minimum:
-            minimum = number_in(block, fmt.minimum)
+            minimum = number_in(block, fmt.minimum, 0)
             if fmt.sub_mins:
-                minimum *= integer_in(block, fmt.sub_mins, k // fmt.sub_block)
+                minimum *= np.float32(integer_in(block, fmt.sub_mins, k // fmt.sub_block))
             expected = expected + minimum if fmt.min_sign > 0 else expected - minimum
     np.testing.assert_array_equal(decode(fmt, np.frombuffer(block, np.uint8))[k], expected)
 
@@ -227,7 +277,13 @@ def test_f32_is_taken_as_it_is() -> None:
 def test_exponent_scales_reach_from_subnormal_to_the_top() -> None:
     stored = np.array([[0], [1], [2], [128], [255]], np.uint8)
     decoded = decode_float(Float(0, "e8m0_half"), stored)
-    assert decoded.tolist() == [2.0**-128, 2.0**-127, 2.0**-126, 1.0, 2.0**127]
+    assert decoded[:, 0].tolist() == [2.0**-128, 2.0**-127, 2.0**-126, 1.0, 2.0**127]
+
+
+def test_unsigned_e4m3_scales_have_no_nan_and_no_sign() -> None:
+    stored = np.array([[0, 1, 7, 8, 0x38, 0x7E, 0x7F, 0x80, 0xFF]], np.uint8)
+    decoded = decode_float(Float(0, "ue4m3_half", count=9), stored)
+    assert decoded[0].tolist() == [0, 2**-10, 7 * 2**-10, 2**-7, 0.5, 224, 0, 0, 240]
 
 
 # ---- the blocks that other tests build on
@@ -244,15 +300,19 @@ def test_random_rows_have_the_magnitude_of_real_weights(fmt: BlockFormat) -> Non
 
 @every_packed_format
 def test_extreme_rows_reach_every_combination_of_ends(fmt: BlockFormat) -> None:
-    assert fmt.codes is not None and fmt.scale is not None
+    assert fmt.scale is not None
     blocks = random_rows(fmt, 8, fmt.block, np.random.default_rng(3), extreme=True)
-    codes = decode_field(fmt, fmt.codes, blocks)
-    ends = {int(codes.min()), int(codes.max())}
-    assert ends == {int(field_values(fmt.codes).min()), int(field_values(fmt.codes).max())}
-    assert (codes == codes[:, :1]).all()
+    codes = decode_codes(fmt, blocks)
+    anything = np.random.default_rng(4).integers(0, 256, (1000, fmt.nbytes), np.uint8)
+    known = decode_codes(fmt, anything)
+    assert (codes.min(), codes.max()) == (known.min(), known.max())
+    assert len(np.unique(codes, axis=0)) == 2
+    if not isinstance(fmt.codes, Grid):
+        assert (codes == codes[:, :1]).all()
     assert np.isfinite(decode(fmt, blocks)).all()
     if fmt.scale.kind == "f16":
-        assert set(decode_float(fmt.scale, blocks).tolist()) == {LARGEST, -LARGEST}
+        ends = {LARGEST * fmt.scale.factor, -LARGEST * fmt.scale.factor}
+        assert set(decode_float(fmt.scale, blocks)[:, 0].tolist()) == ends
     if fmt.sub_scales is not None:
         scales = decode_field(fmt, fmt.sub_scales, blocks)
         assert len({(int(c), int(s)) for c, s in zip(codes[:, 0], scales[:, 0], strict=True)}) == 4
