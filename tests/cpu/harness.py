@@ -13,6 +13,7 @@ import numpy as np
 import tvm
 from tvm.target import Target
 
+from emulation import emulated, emulation
 from zllmc.targets.cpu import TARGETS, CpuTarget, host_architecture, host_flags
 from zllmc.zllm_ir.fused_ops import GROUP
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
@@ -24,15 +25,18 @@ Family = Callable[[KernelCall, CpuTarget, str], Any]
 GUARD = 0xA5
 MARGIN = 256  # guard bytes before and after an array
 
-RUNNABLE = [
+NATIVE = [
     t for t in TARGETS.values() if t.triple.startswith(host_architecture()) and t.requires <= host_flags()
 ]
+# The other targets' kernels, with their vector widths and layouts, where only the instructions are replaced.
+RUNNABLE = [emulated(t, NATIVE[-1]) for t in TARGETS.values() if t not in NATIVE] + NATIVE
 
 
 @functools.cache
 def compiled(family: Family, call: KernelCall, target: CpuTarget) -> Any:
-    module = tvm.IRModule({"kernel": family(call, target, "kernel")})
-    return tvm.compile(module, target=Target(target.llvm)).mod
+    with emulation(target):
+        function = family(call, target, "kernel")
+    return tvm.compile(tvm.IRModule({"kernel": function}), target=Target(target.llvm)).mod
 
 
 def assembly(family: Family, call: KernelCall, target: CpuTarget) -> str:
