@@ -5,8 +5,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,19 +28,6 @@ from zllmc.zllm_ir.errors import ZllmcError
 pytestmark = pytest.mark.skipif(not DENSE, reason="no conformance data: set ZLLMC_SHARED")
 
 NAME = "archs/llama-dense"
-
-
-def python(code: str, *arguments: object, **environment: str) -> str:
-    """What a fresh interpreter prints for `code`. It knows none of this one's environment."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    environment = {"PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 # --- damaged artifacts -----------------------------------------------------------------------------------
