@@ -30,7 +30,6 @@ def grid_steps(layout: PackedLayout, grid: Grid, unit: Memory, at: Expr) -> list
     """The 8 vectors of codes of the unit at byte `at`: every row's indices pick 4 codes at a time."""
     lanes = layout.lanes
     size = 4 * lanes
-    table = _table(grid)
     high = None
     if layout.high_bytes:
         raw = unit.load(at + layout.indices * lanes, layout.high_bytes * lanes)
@@ -43,13 +42,16 @@ def grid_steps(layout: PackedLayout, grid: Grid, unit: Memory, at: Expr) -> list
 
     steps: list[Expr] = []
     words = STEPS // layout.indices  # of 4 codes in a vector of the code book
+    # Each word from its own address, so that a row's index is taken out of its register once.
+    table = _table(grid)
+    tables = [table.from_(const(word, "int64")) for word in range(words)]
     for i in range(layout.indices):
         index = cast(unit.load(at + i * lanes, lanes), "int32")
         if grid.index.bits > 8:
             index = index | bits_above(i, 0, grid.index.bits - 8) << const(8, "int32", lanes)
         first = bind(index * const(words, "int32", lanes))
-        for word in range(words):
-            codes = table.load(first + const(word, "int32", lanes))
+        for words_at in tables:
+            codes = words_at.load(first)
             if grid.shift is not None:  # the codes are larger than any shift: no byte borrows from the next
                 shift = bits_above(i, grid.index.bits - 8, 1)
                 codes = codes - shift * const(grid.shift.step * 0x01010101, "int32", lanes)
