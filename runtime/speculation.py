@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from zllmc.runtime.engine import Logits, Session
 
 NGRAMS = (3, 2)  # lengths of the ends that are looked up, best first
-# Tokens of a guess, at first and after one that was right to its end. Kernels take rows by fours, and one of
-# these is the token before the guess.
-DRAFTS = (3, 7)
-ALLOWANCE = 0.02  # part of the time in passes that wrong guesses may cost for good
-LARGEST_CREDIT = 8  # plain passes: what a good stretch may save up for a bad one
+DRAFTS = (3, 7)  # tokens of a guess: kernels take rows by fours, and the first is the token before the guess
+UNMEASURED = 2  # how many times as long as the next smaller pass one is taken to last until it is measured
+ALLOWANCE = 0.02  # part of the time in passes that wrong guesses may cost
+FIRST_CREDIT, LARGEST_CREDIT = 3, 8  # plain passes: at the beginning, and saved up for bad stretches
 
 
 class NgramIndex:
@@ -62,9 +61,10 @@ class Speculation:
     `prompt` are the tokens before the first that `decode` gets, and `limit` is how many of the following may
     be chosen: nothing is computed beyond. After each `decode` the session holds exactly the tokens given.
 
-    Guesses are paid from a credit, kept in seconds. An accepted token earns a plain pass and a guess costs
-    what its pass takes longer than a plain one; plain passes add ALLOWANCE of their time. So wrong guesses
-    never cost more than that part, and one plain pass that the credit begins with.
+    A guess is made where it promises to save time: how often the index is right is seen at every token, for
+    nothing, and how long passes take is measured. Guesses are paid from a credit of seconds in case they go
+    wrong all the same. An accepted token earns a plain pass, a guess costs what its pass takes longer than a
+    plain one, and plain passes add ALLOWANCE of their time.
     """
 
     def __init__(self, session: Session, prompt: Iterable[int], limit: int) -> None:
@@ -77,22 +77,23 @@ class Speculation:
         self._left = limit  # tokens to choose
         self._draft: list[int] = []  # what is left of the guess
         self._rows: list[Logits] = []  # logits after each of these
-        self._right = False  # the last guess was right to its end
+        self._chance = 0.5  # that the token which the index gives is chosen
         self._plain = 0.0  # seconds of a plain pass; 0 before the first
         self._seconds: dict[int, float] = {}  # of a pass over a guess of so many tokens
         self._credit = 0.0
 
     def decode(self, id: int) -> Logits:
         """Append one token; its logits (vocab,), valid until the next pass."""
+        for expected in self._index.draft(1):
+            self._chance += ((expected == id) - self._chance) / 8
         self._index.push(id)
         self._left -= 1
         if self._draft and self._draft.pop(0) == id:
             self.accepted += 1
-            self._right = not self._draft
             self._earn(self._plain)
             self._session.accept()
             return self._rows.pop(0)
-        self._draft = self._index.draft(self._affordable())
+        self._draft = self._index.draft(self._worthwhile())
         return self._check(id) if self._draft else self._decode(id)
 
     def _decode(self, id: int) -> Logits:
@@ -100,8 +101,9 @@ class Speculation:
         logits = self._session.decode(id)
         seconds = perf_counter() - begin
         if not self._plain:
-            self._credit = self._plain = seconds
-        self._plain = _moved(self._plain, seconds)
+            self._plain = seconds
+            self._credit = FIRST_CREDIT * seconds
+        self._plain += (_undisturbed(seconds, self._plain) - self._plain) / 4
         self._earn(ALLOWANCE * seconds)
         return logits
 
@@ -111,28 +113,37 @@ class Speculation:
         begin = perf_counter()
         # A copy: the caller may use other sessions before it has chosen all these tokens.
         self._rows = [*self._session.verify([id, *self._draft]).copy()]
-        seconds = perf_counter() - begin
-        self._seconds[count] = _moved(self._seconds.get(count, seconds), seconds)
-        self._credit -= self._seconds[count] - self._plain
-        self._right = False
+        expected = self._expected(count)
+        seconds = _undisturbed(perf_counter() - begin, expected)
+        self._seconds[count] = (expected + seconds) / 2
+        self._credit -= seconds - self._plain
         self.drafted += count
         return self._rows.pop(0)
 
-    def _affordable(self) -> int:
-        """How many tokens to guess now, judged by what such passes took before."""
-        expected = 2 * self._plain  # a pass that was never tried takes twice as long as the next smaller one
-        best = 0
-        for count in DRAFTS if self._right else DRAFTS[:1]:
-            expected = self._seconds.get(count, expected)
-            if self._plain and count < self._left and expected - self._plain <= self._credit:
-                best = count
-            expected *= 2
+    def _worthwhile(self) -> int:
+        """How many tokens to guess now: the number that promises most, 0 if none promises to save time."""
+        best, most = 0, 0.0
+        for count in DRAFTS if self._plain else ():
+            extra = self._expected(count) - self._plain
+            accepted = sum(self._chance**number for number in range(1, count + 1))
+            gain = accepted * self._plain - extra
+            if count < self._left and extra <= self._credit and gain > most:
+                best, most = count, gain
+            if count not in self._seconds:
+                break  # larger ones are judged by this one
         return best
+
+    def _expected(self, count: int) -> float:
+        """Seconds of a pass over a guess of `count` tokens, measured or by the next smaller guess."""
+        if count in self._seconds:
+            return self._seconds[count]
+        at = DRAFTS.index(count)
+        return UNMEASURED * (self._expected(DRAFTS[at - 1]) if at else self._plain)
 
     def _earn(self, seconds: float) -> None:
         self._credit = min(self._credit + seconds, LARGEST_CREDIT * self._plain)
 
 
-def _moved(average: float, value: float) -> float:
-    """A running average that a single disturbance can't move far."""
-    return average + (min(value, 2 * average) - average) / 4
+def _undisturbed(seconds: float, average: float) -> float:
+    """The time of a pass, without most of what another process took of it."""
+    return min(seconds, 2 * average)
