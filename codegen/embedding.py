@@ -9,11 +9,11 @@ from tvm.script.ir_builder import tirx as T
 from zllmc.codegen.dot import Dot
 from zllmc.codegen.grid_codes import load_scale
 from zllmc.codegen.packing import STEPS, UNIT, PackedLayout, layout_of
+from zllmc.codegen.rows import row_count, share
 from zllmc.codegen.tir import Expr, Kernel, Memory, bind, bits, broadcast, cast, const, local, serial
 from zllmc.targets.cpu import CpuTarget
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
-from zllmc.zllm_ir.plan import CONTROL_TOKENS
 
 
 def embedding(call: KernelCall, target: CpuTarget, name: str) -> Any:
@@ -28,11 +28,10 @@ def embedding(call: KernelCall, target: CpuTarget, name: str) -> Any:
         control, ids, weight, out = kernel.arguments
         row = _Row(layout, Dot(target), weight, out, float(call.attributes["scale"]))
         if tokens.single_row:
-            begin, end = (bind(pieces * (kernel.thread + i) // kernel.threads) for i in (0, 1))
+            begin, end = share(kernel, pieces)
             row.emit(ids.load(0), const(0, "int32"), begin, end)
         else:
-            count = bind(control.load(CONTROL_TOKENS))
-            begin, end = (bind(count * (kernel.thread + i) // kernel.threads) for i in (0, 1))
+            begin, end = share(kernel, row_count(tokens, control))
             with serial(begin, end) as t:
                 row.emit(ids.load(t), bind(t * y.stride), 0, pieces)
     return kernel.function

@@ -17,7 +17,7 @@ from tvm.script.ir_builder import tirx as T
 from zllmc.codegen.block_sums import BlockSums
 from zllmc.codegen.dot import Dot
 from zllmc.codegen.packing import STEPS, UNIT, PackedLayout, layout_of
-from zllmc.codegen.rows import row_count
+from zllmc.codegen.rows import row_count, share
 from zllmc.codegen.tir import (
     Expr,
     Kernel,
@@ -72,8 +72,7 @@ def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
             given.get("bias"),
             _Rows(given["residual"], residual.stride) if isinstance(residual, Operand) else None,
         )
-        begin = bind(layout.groups * kernel.thread // kernel.threads)
-        end = bind(layout.groups * (kernel.thread + 1) // kernel.threads)
+        begin, end = share(kernel, layout.groups)
         if x.single_row:
             with serial(begin, end) as group:
                 groups.decode(group)

@@ -6,11 +6,31 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from zllmc.zllm_ir.errors import ZllmcError
+
+
+class Mapped:
+    """A context manager over memory-mapped model files."""
+
+    mappings: tuple[mmap.mmap, ...]
+
+    def close(self) -> None:
+        """Unmap the files. Views that `StoredTensor.data` gave stay valid and hold their file open."""
+        close_mappings(self.mappings)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 @dataclass(frozen=True)

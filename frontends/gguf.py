@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
-from zllmc.frontends.container import StoredTensor, close_mappings, map_file, show
+from zllmc.frontends.container import Mapped, StoredTensor, map_file, show
 from zllmc.frontends.gguf_header import CONVERT_AGAIN, DOWNLOAD_AGAIN, MAX_KEY, GGUFError, Header
 
 GGUFTensor = StoredTensor
@@ -73,7 +72,7 @@ DEFAULT_ALIGNMENT = 32
 
 
 @dataclass(frozen=True)
-class GGUFFile:
+class GGUFFile(Mapped):
     """An open GGUF model: one file, or all shards of a split one. A context manager.
 
     `metadata` holds Python values (int, float, bool, str, or lists of these, nested as in the file).
@@ -86,18 +85,6 @@ class GGUFFile:
     version: int
     alignment: int
     mappings: tuple[mmap.mmap, ...] = field(repr=False, compare=False)
-
-    def close(self) -> None:
-        """Unmap the files. Views that `GGUFTensor.data` gave stay valid and hold their file open."""
-        close_mappings(self.mappings)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_gguf(path: str | Path) -> GGUFFile:

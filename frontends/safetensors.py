@@ -13,10 +13,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
-from zllmc.frontends.container import StoredTensor, close_mappings, map_file, show
+from zllmc.frontends.container import Mapped, StoredTensor, map_file, show
 from zllmc.zllm_ir.errors import ZllmcError
 
 
@@ -51,7 +50,7 @@ DOWNLOAD_AGAIN = "The file is damaged or its download is incomplete: download it
 
 
 @dataclass(frozen=True)
-class HFFolder:
+class HFFolder(Mapped):
     """An open Hugging Face model folder. A context manager.
 
     A tensor's `type_name` is F32, F16 or BF16, its `type_id` is ggml's number for that type.
@@ -63,18 +62,6 @@ class HFFolder:
     tokenizer_files: dict[str, Path]  # by file name: those of TOKENIZER_FILES that the folder has
     paths: tuple[Path, ...]  # the *.safetensors files
     mappings: tuple[mmap.mmap, ...] = field(repr=False, compare=False)
-
-    def close(self) -> None:
-        """Unmap the files. Views that `StoredTensor.data` gave stay valid and hold their file open."""
-        close_mappings(self.mappings)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_hf_folder(path: str | Path) -> HFFolder:
