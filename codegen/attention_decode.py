@@ -42,8 +42,6 @@ from zllmc.zllm_ir.fused_ops import GROUP
 from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, KVOperand, Operand
 from zllmc.zllm_ir.plan import CONTROL_CACHED
 
-__all__ = ["attention_merge", "attention_merge_quantize", "attention_partial"]
-
 
 def attention_partial(call: KernelCall, target: CpuTarget, name: str) -> Any:
     """The kernel of `attention_partial`: q (1, H, E) and a KV state → f32 (H, splits · (E + 2)).

@@ -15,8 +15,6 @@ from zllmc.codegen.vector_math import activate, tanh
 from zllmc.targets.cpu import CpuTarget
 from zllmc.zllm_ir.kernel_graph import KernelCall
 
-__all__ = ["activation", "add", "glu", "glu_quantize", "scale", "select_rows", "softcap"]
-
 
 def _map(call: KernelCall, target: CpuTarget, name: str, function: Callable[..., Expr]) -> Any:
     """A kernel that applies `function` to vectors of all operands: f32 rows of equal width, any strides."""

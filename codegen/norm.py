@@ -20,8 +20,6 @@ from zllmc.zllm_ir.errors import IRError
 from zllmc.zllm_ir.fused_ops import GROUP
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
 
-__all__ = ["layer_norm", "norm_add", "rms_norm", "rms_norm_quantize"]
-
 _ACCUMULATORS = 4
 
 

@@ -19,8 +19,6 @@ from zllmc.targets.cpu import CpuTarget
 from zllmc.zllm_ir.fused_ops import GROUP
 from zllmc.zllm_ir.kernel_graph import KernelCall, activation_row_bytes
 
-__all__ = ["quantize"]
-
 _NEGLIGIBLE = 1e-36  # a smaller peak counts as 0: 127 / peak must not overflow
 
 

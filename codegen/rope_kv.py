@@ -37,8 +37,6 @@ from zllmc.zllm_ir.op import OPS
 from zllmc.zllm_ir.plan import CONTROL_CACHED
 from zllmc.zllm_ir.rope import rope_frequencies
 
-__all__ = ["kv_append", "rope", "rope_append", "rope_table"]
-
 _SCALE_GROUP = 64  # elements of a q8 key or value that share a scale
 
 

@@ -16,7 +16,7 @@ from zllmc.runtime.cpu import CpuDevice, Recording
 from zllmc.runtime.memory import Memory, allocate, map_file
 from zllmc.runtime.text import Tokenizer
 from zllmc.zllm_ir.errors import ZllmcError
-from zllmc.zllm_ir.plan import CONTROL_CACHED, CONTROL_FIRST_ROW, CONTROL_TOKENS, EntryPoint
+from zllmc.zllm_ir.plan import CONTROL_CACHED, CONTROL_FIRST_ROW, CONTROL_TOKENS, Buffer, EntryPoint
 
 Logits = NDArray[np.float32]
 
@@ -82,7 +82,7 @@ class Engine:
     """
 
     def __init__(self, path: Path | str, *, threads: int | None = None) -> None:
-        self._artifact = artifact = open_artifact(Path(path))
+        artifact = open_artifact(Path(path))
         self.manifest: Manifest = artifact.manifest
         self.context = artifact.manifest.context
         self.device = CpuDevice(artifact.objects, threads)
@@ -100,16 +100,17 @@ class Engine:
         self._plan = plan
         self._numbers = {buffer.name: i for i, buffer in enumerate(plan.buffers)}
         self._state_numbers = [i for i, b in enumerate(plan.buffers) if b.kind == "state"]
-        self._memory = [
-            # Huge pages read a third faster than the file's own 4 KiB pages.
-            map_file(artifact.weights, copy=True) if b.kind == "weights" else allocate(max(b.bytes, 1))
-            for b in plan.buffers
-            if b.kind != "state"
-        ]
-        shared = iter(self._memory)
-        self._bound: Session | None = None
         states = self._new_states()
-        buffers = [states[i] if b.kind == "state" else next(shared) for i, b in enumerate(plan.buffers)]
+
+        def memory_of(number: int, buffer: Buffer) -> Memory:
+            if buffer.kind == "state":
+                return states[number]
+            if buffer.kind == "weights":
+                # Huge pages read a third faster than the file's own 4 KiB pages.
+                return map_file(artifact.weights, copy=True)
+            return allocate(max(buffer.bytes, 1))
+
+        buffers = [memory_of(number, buffer) for number, buffer in enumerate(plan.buffers)]
         self._control = self._view(buffers, "control", np.int32)
         self._tokens = self._view(buffers, "tokens", np.int32)
         self._positions = self._view(buffers, "positions", np.int32)
@@ -119,8 +120,8 @@ class Engine:
         self.recordings: dict[str, Recording] = {
             name: self.device.record(entry, buffers) for name, entry in self._entries.items()
         }
-        self._spare: Session | None = Session(self, states)
-        self._bound = self._spare
+        self._bound = Session(self, states)  # whose state the recordings point to
+        self._spare: Session | None = self._bound
 
     @classmethod
     def open(cls, path: Path | str, *, threads: int | None = None) -> Engine:

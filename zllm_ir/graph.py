@@ -134,9 +134,3 @@ class Builder:
             tuple(self.nodes),
             outputs,
         )
-
-
-def map_nodes(graph: Graph, rewrite: Callable[[Node], Iterable[Node]]) -> Graph:
-    """The graph with each node replaced by what `rewrite` gives for it, in order."""
-    nodes = tuple(new for node in graph.nodes for new in rewrite(node))
-    return Graph(graph.name, graph.inputs, graph.weights, graph.states, nodes, graph.outputs)

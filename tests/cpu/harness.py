@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import tvm
 from tvm.target import Target
 
@@ -18,7 +19,7 @@ from zllmc.targets.cpu import TARGETS, CpuTarget, host_architecture, host_flags
 from zllmc.zllm_ir.fused_ops import GROUP
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
 from zllmc.zllm_ir.plan import CONTROL_CACHED, CONTROL_FIRST_ROW, CONTROL_TOKENS, CONTROL_WORDS
-from zllmc.zllm_ir.types import TensorType
+from zllmc.zllm_ir.types import T, TensorType
 
 Family = Callable[[KernelCall, CpuTarget, str], Any]
 
@@ -30,6 +31,25 @@ NATIVE = [
 ]
 # The other targets' kernels, with their vector widths and layouts, where only the instructions are replaced.
 RUNNABLE = [emulated(t, NATIVE[-1]) for t in TARGETS.values() if t not in NATIVE] + NATIVE
+
+
+UNTOUCHED = 7777.0
+WORK = [
+    (T, 1, 1),
+    (T, 2, 3),
+    (T, 5, 1),
+    (T, 33, 7),
+    (1, 1, 1),
+    (1, 1, 2),
+    (1, 1, 7),
+]  # first axis, T, threads
+
+on_targets = pytest.mark.parametrize("target", RUNNABLE, ids=str)
+on_work = pytest.mark.parametrize(("first_axis", "tokens", "threads"), WORK)
+
+
+def random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
 
 
 @functools.cache

@@ -3,7 +3,18 @@
 import numpy as np
 import pytest
 
-from harness import RUNNABLE, calls, control, operand, read_activations, run, weight
+from harness import (
+    UNTOUCHED,
+    calls,
+    control,
+    on_targets,
+    on_work,
+    operand,
+    random,
+    read_activations,
+    run,
+    weight,
+)
 from zllmc.codegen.norm import layer_norm, norm_add, rms_norm, rms_norm_quantize
 from zllmc.targets.cpu import TARGETS
 from zllmc.zllm_ir import ops
@@ -12,23 +23,6 @@ from zllmc.zllm_ir.kernel_graph import KernelCall, Operand, activation_row_bytes
 from zllmc.zllm_ir.types import T, TensorType
 
 EPS = 1e-5
-UNTOUCHED = 7777.0
-WORK = [
-    (T, 1, 1),
-    (T, 2, 3),
-    (T, 5, 1),
-    (T, 33, 7),
-    (1, 1, 1),
-    (1, 1, 2),
-    (1, 1, 7),
-]  # first axis, T, threads
-
-on_targets = pytest.mark.parametrize("target", RUNNABLE, ids=str)
-on_work = pytest.mark.parametrize(("first_axis", "tokens", "threads"), WORK)
-
-
-def random(*shape: int) -> np.ndarray:
-    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
 
 
 def fresh(rows: int, *shape: int) -> np.ndarray:
