@@ -44,7 +44,8 @@ def plan_memory(graph: KernelGraph) -> MemoryPlan:
     last: dict[Value, int] = {}  # launch that reads the value last
     for i, node in enumerate(graph.nodes):
         for value in node.outputs:
-            first[value] = last[value] = i
+            first.setdefault(value, i)  # in a batch, each slot's launch computes a row
+            last[value] = i
         for operand in node.inputs:
             if operand is not None:
                 last[graph.place(operand).base] = i

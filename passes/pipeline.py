@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from zllmc.passes.batch import batch
 from zllmc.passes.fold_scales import fold_scales
 from zllmc.passes.fuse_attention import fuse_attention
 from zllmc.passes.fuse_norm_add import fuse_norm_add
@@ -22,15 +23,21 @@ from zllmc.zllm_ir.verify import verify
 
 MAX_TOKENS = 512  # of one prefill pass
 MAX_ROWS = 32  # of one pass whose logits can be asked for
+MAX_BATCH = 8  # sequences of one decode pass, unless told otherwise
 
 
 def lower_entries(
-    graph: Graph, *, context: int, dump: Path | None = None, check: bool = False
+    graph: Graph,
+    *,
+    context: int,
+    max_batch: int = MAX_BATCH,
+    dump: Path | None = None,
+    check: bool = False,
 ) -> dict[str, KernelGraph]:
     """The kernel graphs of all entry points by name, for caches of `context` tokens.
 
-    `dump` is a folder that gets one folder of numbered files for each; with `check`, the verifier runs after
-    every pass.
+    There is one for up to `max_batch` sequences unless that is 1. `dump` is a folder that gets one folder of
+    numbered files for each; with `check`, the verifier runs after every pass.
     """
     entries = {}
     for name, tokens in (("decode", 1), ("prefill", None)):
@@ -43,8 +50,12 @@ def lower_entries(
             max_tokens=tokens or MAX_TOKENS,
             max_rows=tokens or MAX_ROWS,
         )
-        if folder is not None:
-            (folder / "99-kernels.txt").write_text(print_kernels(entries[name]), encoding="utf-8")
+    if max_batch > 1:
+        entries["batch"] = batch(entries["decode"], entries["prefill"], max_batch)
+    if dump is not None:
+        for name, kernels in entries.items():
+            (dump / name).mkdir(exist_ok=True)
+            (dump / name / "99-kernels.txt").write_text(print_kernels(kernels), encoding="utf-8")
     return entries
 
 

@@ -8,7 +8,15 @@ from zllmc.passes.memory import MemoryPlan, plan_memory
 from zllmc.passes.schedule import Span, accesses, barriers
 from zllmc.zllm_ir.errors import IRError
 from zllmc.zllm_ir.graph import Value
-from zllmc.zllm_ir.kernel_graph import KernelCall, KernelGraph, KVOperand, Operand, symbol
+from zllmc.zllm_ir.kernel_graph import (
+    KernelCall,
+    KernelGraph,
+    KernelNode,
+    KVOperand,
+    Operand,
+    row_bytes,
+    symbol,
+)
 from zllmc.zllm_ir.plan import (
     CONTROL_FIRST_ROW,
     CONTROL_WORDS,
@@ -85,7 +93,8 @@ def _states(graphs: Iterable[KernelGraph]) -> list[Buffer]:
 def _io(graphs: Iterable[KernelGraph]) -> list[Buffer]:
     tokens = max(graph.max_tokens for graph in graphs)
     logits = max(graph.bytes_of(graph.results()[graph.outputs[0]]) for graph in graphs)
-    sizes = (4 * tokens, 4 * tokens, 4 * CONTROL_WORDS, logits)
+    slots = {node.slot for graph in graphs for node in graph.nodes}
+    sizes = (4 * tokens, 4 * tokens, 4 * CONTROL_WORDS * len({None} | slots), logits)
     return [Buffer(name, "io", size) for name, size in zip(_IO, sizes, strict=True)]
 
 
@@ -97,34 +106,36 @@ def _entry(
     fixed |= {s: Pointer(numbers[s.name], 0) for s in graph.states if s.name in numbers}
     fixed |= {v: Pointer(numbers["arena"], offset) for v, offset in memory.offsets.items()}
     fixed[logits] = Pointer(numbers["logits"], 0)
-    control = Pointer(numbers["control"], 0)
     for value in graph.inputs:
         # The first row with logits is a word of the control block.
         fixed[value] = (
-            Pointer(control.buffer, 4 * CONTROL_FIRST_ROW)
+            Pointer(numbers["control"], 4 * CONTROL_FIRST_ROW)
             if value.name == "first_row"
             else Pointer(numbers[value.name], 0)
         )
     results = graph.results()
 
-    def pointer(value: Value) -> Pointer:
+    def pointer(value: Value, slot: int | None) -> Pointer:
         place = graph.place(value)
         start = fixed[place.base]
-        return Pointer(start.buffer, start.offset + 4 * place.offset)
+        row = slot * row_bytes(results[place.base]) if slot and place.base in results else 0
+        return Pointer(start.buffer, start.offset + row + 4 * place.offset)
 
-    def span(value: Value) -> Span:
+    def span(value: Value, slot: int | None) -> Span:
         base = graph.place(value).base
         start = fixed[base]
-        size = graph.bytes_of(results[base]) if base in results else 1
-        return Span(start.buffer, start.offset, start.offset + size)
+        if base not in results:
+            return Span((start.buffer, slot), start.offset, start.offset + 1)
+        if slot is None:
+            return Span(start.buffer, start.offset, start.offset + graph.bytes_of(results[base]))
+        size = row_bytes(results[base])
+        return Span(start.buffer, start.offset + slot * size, start.offset + (slot + 1) * size)
+
+    def launch(node: KernelNode, barrier: bool) -> Launch:
+        block = Pointer(numbers["control"], 0 if node.slot is None else 4 * CONTROL_WORDS * (1 + node.slot))
+        pointers = (pointer(v, node.slot) for v in (*node.inputs, *node.outputs) if v is not None)
+        return Launch(symbol(node.call), (block, *pointers), barrier, node.slot)
 
     after = barriers(accesses(graph, span))
-    launches = [
-        Launch(
-            symbol(node.call),
-            (control, *(pointer(v) for v in (*node.inputs, *node.outputs) if v is not None)),
-            barrier,
-        )
-        for node, barrier in zip(graph.nodes, after, strict=True)
-    ]
-    return EntryPoint(graph.name, graph.max_tokens, graph.max_rows, tuple(launches))
+    launches = tuple(map(launch, graph.nodes, after))
+    return EntryPoint(graph.name, graph.max_tokens, graph.max_rows, launches)

@@ -57,16 +57,17 @@ def groups(after: Sequence[bool]) -> list[int]:
     return list(accumulate(after[:-1], initial=0)) if after else []
 
 
-def accesses(graph: KernelGraph, span: Callable[[Value], Span]) -> list[Access]:
-    """The accesses of every launch, given where values and states are. Nothing writes weights."""
+def accesses(graph: KernelGraph, span: Callable[[Value, int | None], Span]) -> list[Access]:
+    """The accesses of every launch. `span` gives where a value is, or its row and the state of a slot.
+    Nothing writes weights."""
     weights = set(graph.weights)
 
     def access(node: KernelNode) -> Access:
         op = OPS[node.call.op]
         state = [node.inputs[op.operands.index(op.writes)]] if op.writes else []
         return Access(
-            tuple(span(v) for v in node.inputs if v is not None and v not in weights),
-            tuple(span(v) for v in (*node.outputs, *state) if v is not None),
+            tuple(span(v, node.slot) for v in node.inputs if v is not None and v not in weights),
+            tuple(span(v, node.slot) for v in (*node.outputs, *state) if v is not None),
         )
 
     return [access(node) for node in graph.nodes]
@@ -74,4 +75,9 @@ def accesses(graph: KernelGraph, span: Callable[[Value], Span]) -> list[Access]:
 
 def value_accesses(graph: KernelGraph) -> list[Access]:
     """The accesses of every launch if each value had memory of its own: the true dependencies."""
-    return accesses(graph, lambda value: Span(graph.place(value).base, 0, 1))
+
+    def span(value: Value, slot: int | None) -> Span:
+        first, stop = (0, graph.max_tokens) if slot is None else (slot, slot + 1)
+        return Span(graph.place(value).base, first, stop)
+
+    return accesses(graph, span)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from zllmc.runtime.memory import Memory, allocate
 from zllmc.runtime.processors import physical_cores, processors, quota
 from zllmc.zllm_ir.errors import ZllmcError
-from zllmc.zllm_ir.plan import EntryPoint, Pointer
+from zllmc.zllm_ir.plan import EntryPoint, Launch, Pointer
 
 _LAYOUT = 1  # of the structures below, as `executor_layout` names it
 _POOL_BYTES = 384
@@ -154,60 +154,80 @@ class CpuDevice:
 
 
 class Recording:
-    """One pass, ready to replay. It owns a reference to every buffer that its launches point to."""
+    """One pass, ready to replay. It owns a reference to every buffer that its launches point to.
+
+    `launches` are those that a replay runs: all of the entry, or those that `limit` leaves.
+    """
 
     def __init__(self, device: CpuDevice, entry: EntryPoint, buffers: Sequence[Memory]) -> None:
         self._device = device
         self._entry = entry
-        self._buffers = list(buffers)
+        self._buffers: dict[tuple[int, int | None], Memory] = {}
         names = dict.fromkeys(launch.kernel for launch in entry.launches)
         self._functions = {name: device._function(name) for name in names}
         handles = {name: function.__chandle__() for name, function in self._functions.items()}
 
-        table: NDArray[Any] = np.zeros(len(entry.launches), _LAUNCH)
+        self._table: NDArray[Any] = np.zeros(len(entry.launches), _LAUNCH)
         row: list[tuple[int, int, int]] = []
-        places: dict[int, list[tuple[int, int]]] = {}  # buffer: (index in the row, offset in the buffer)
+        # (buffer, slot): (index in the row, offset in the buffer)
+        places: dict[tuple[int, int | None], list[tuple[int, int]]] = {}
         starts = []
         for number, launch in enumerate(entry.launches):
             starts.append(len(row))
             row += [(_INTEGER, 0, 0), (_INTEGER, 0, device.threads)]
             for argument in launch.args:
                 if isinstance(argument, Pointer):
-                    places.setdefault(argument.buffer, []).append((len(row), argument.offset))
+                    places.setdefault((argument.buffer, launch.slot), []).append((len(row), argument.offset))
                     row.append((_POINTER, 0, 0))
                 else:
                     row.append((_INTEGER, 0, argument))
-            table[number] = (handles[launch.kernel], starts[-1], len(row) - starts[-1], launch.barrier, 0)
-        self._table = table
+            count = len(row) - starts[-1]
+            self._table[number] = (handles[launch.kernel], starts[-1], count, launch.barrier, 0)
         self._arguments: NDArray[Any] = np.tile(np.array(row, _ARGUMENT), (device.threads, 1))
-        self._arguments["value"][:, starts] = np.arange(device.threads)[:, None]
-        self._places = {buffer: np.array(found, np.int64).T for buffer, found in places.items()}
-        for buffer in self._places:
-            self.rebind(buffer, self._buffers[buffer])
+        # Work that does not divide evenly burdens the first threads: those are others in each slot.
+        first = np.array([launch.slot or 0 for launch in entry.launches], np.int64)
+        threads = np.arange(device.threads)[:, None]
+        self._arguments["value"][:, starts] = (threads + first) % device.threads
+        self._places = {key: np.array(found, np.int64).T for key, found in places.items()}
+        for buffer, slot in self._places:
+            self.rebind(buffer, buffers[buffer], slot)
         self._header: NDArray[Any] = np.zeros(1, _RECORDING)
-        self._header[0] = (
-            len(table),
-            table.ctypes.data,
-            self._arguments.ctypes.data,
-            self._arguments.strides[0],
-            0,
-        )
+        self._header["arguments"] = self._arguments.ctypes.data
+        self._header["row_bytes"] = self._arguments.strides[0]
         self.address: int = self._header.ctypes.data
+        self._limited: dict[int | None, tuple[tuple[Launch, ...], NDArray[Any]]] = {}
+        self.limit(None)
 
-    def rebind(self, buffer: int, memory: Memory) -> None:
-        """Points every argument in buffer number `buffer` to `memory`, from the next replay on.
+    def limit(self, slots: int | None) -> None:
+        """Of a batch, run the launches of the first `slots` slots only, from the next replay on."""
+        if slots not in self._limited:
+            every = self._entry.launches
+            kept = [i for i, it in enumerate(every) if slots is None or it.slot is None or it.slot < slots]
+            # A launch that is left out leaves its barrier to those before it.
+            barriers_before = np.cumsum(self._table["barrier"]) - self._table["barrier"]
+            table = self._table[kept]
+            table["barrier"][:-1] = np.diff(barriers_before[kept]) > 0
+            self._limited[slots] = tuple(every[i] for i in kept), table
+        self.launches, table = self._limited[slots]
+        self._header["launches"] = len(table)
+        self._header["table"] = table.ctypes.data
+
+    def rebind(self, buffer: int, memory: Memory, slot: int | None = None) -> None:
+        """Points every argument in buffer number `buffer` to `memory`, from the next replay on: of the
+        launches of `slot`, or of those of none.
 
         Raises ValueError when an argument would lie outside `memory`.
         """
-        if buffer in self._places:
-            indices, offsets = self._places[buffer]
-            if offsets.min() < 0 or offsets.max() >= memory.size:
-                raise ValueError(
-                    f"{self._entry.name}: a launch points {offsets.max()} bytes into buffer {buffer}, "
-                    f"which has {memory.size}"
-                )
-            self._arguments["value"][:, indices] = memory.address + offsets
-        self._buffers[buffer] = memory
+        if (buffer, slot) not in self._places:
+            return
+        indices, offsets = self._places[buffer, slot]
+        if offsets.min() < 0 or offsets.max() >= memory.size:
+            raise ValueError(
+                f"{self._entry.name}: a launch points {offsets.max()} bytes into buffer {buffer}, "
+                f"which has {memory.size}"
+            )
+        self._arguments["value"][:, indices] = memory.address + offsets
+        self._buffers[buffer, slot] = memory
 
     def replay(self) -> None:
         """Runs the pass on all threads, to its end. Raises KernelError when a launch fails."""
@@ -215,11 +235,12 @@ class Recording:
 
     def describe(self, launch: int) -> str:
         """Names launch number `launch` for a message."""
-        return f"{self._entry.name}, launch {launch}, kernel {self._entry.launches[launch].kernel}"
+        return f"{self._entry.name}, launch {launch}, kernel {self.launches[launch].kernel}"
 
     def profile(self) -> NDArray[np.int64]:
-        """Replays once: nanoseconds per launch as thread 0 sees them, with the barrier after it if any."""
-        stamps = np.zeros(len(self._table) + 1, np.int64)
+        """Replays once: nanoseconds of each of `launches` as thread 0 sees them, with the barrier after it if
+        any."""
+        stamps = np.zeros(len(self.launches) + 1, np.int64)
         self._header["stamps"] = stamps.ctypes.data
         try:
             self.replay()

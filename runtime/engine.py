@@ -16,7 +16,14 @@ from zllmc.runtime.cpu import CpuDevice, Recording
 from zllmc.runtime.memory import Memory, allocate, map_file
 from zllmc.runtime.text import Tokenizer
 from zllmc.zllm_ir.errors import ZllmcError
-from zllmc.zllm_ir.plan import CONTROL_CACHED, CONTROL_FIRST_ROW, CONTROL_TOKENS, Buffer, EntryPoint
+from zllmc.zllm_ir.plan import (
+    CONTROL_CACHED,
+    CONTROL_FIRST_ROW,
+    CONTROL_TOKENS,
+    CONTROL_WORDS,
+    Buffer,
+    EntryPoint,
+)
 
 Logits = NDArray[np.float32]
 
@@ -78,7 +85,7 @@ class Engine:
             for chunk in engine.generate("The capital of France is", max_tokens=16):
                 print(chunk.text, end="")
 
-    One pass runs at a time; sessions take turns.
+    One pass runs at a time; sessions take turns, or share a pass of `decode_batch`.
     """
 
     def __init__(self, path: Path | str, *, threads: int | None = None) -> None:
@@ -111,7 +118,7 @@ class Engine:
             return allocate(max(buffer.bytes, 1))
 
         buffers = [memory_of(number, buffer) for number, buffer in enumerate(plan.buffers)]
-        self._control = self._view(buffers, "control", np.int32)
+        self._control = self._view(buffers, "control", np.int32).reshape(-1, CONTROL_WORDS)
         self._tokens = self._view(buffers, "tokens", np.int32)
         self._positions = self._view(buffers, "positions", np.int32)
         logits = self._view(buffers, "logits", np.float32)
@@ -120,8 +127,10 @@ class Engine:
         self.recordings: dict[str, Recording] = {
             name: self.device.record(entry, buffers) for name, entry in self._entries.items()
         }
-        self._bound = Session(self, states)  # whose state the recordings point to
+        self._bound = Session(self, states)  # whose state the recordings point to, but for that of batches
         self._spare: Session | None = self._bound
+        self.max_batch = self._entries["batch"].max_tokens if "batch" in self._entries else 1
+        self._slots: list[Session | None] = [None] * self.max_batch  # whose state each slot points to
 
     @classmethod
     def open(cls, path: Path | str, *, threads: int | None = None) -> Engine:
@@ -192,6 +201,47 @@ class Engine:
         self._run(session, prefill, ids, first_row=0)
         return self._logits[: len(ids)]
 
+    def decode_batch(self, sessions: Sequence[Session], ids: Sequence[int]) -> Logits:
+        """Append ids[i] to sessions[i], for all in one pass; their logits (len(ids), vocab), valid until the
+        next pass. The pass reads the weights once, however many sequences take part.
+
+        ValueError for more than `max_batch` sessions, none, one of another engine or the same one twice. When
+        anything is refused, nothing was appended.
+        """
+        count = len(sessions)
+        if not 1 <= count <= self.max_batch:
+            raise ValueError(f"{count} sessions in a batch; this artifact takes 1 to {self.max_batch}")
+        if len(ids) != count:
+            raise ValueError(f"{len(ids)} tokens for {count} sessions")
+        if len({id(session) for session in sessions}) != count:
+            raise ValueError("a session is in the batch twice")
+        if any(session._engine is not self for session in sessions):
+            raise ValueError("a session in the batch belongs to another engine")
+        for session, token in zip(sessions, ids, strict=True):
+            self._check(session, (token,))
+        if count == 1:
+            self._run(sessions[0], self._entries["decode"], ids, first_row=0)
+            return self._logits[:1]
+
+        recording = self.recordings["batch"]
+        for slot, session in enumerate(sessions):
+            if session is not self._slots[slot]:
+                for number, memory in session.states.items():
+                    recording.rebind(number, memory, slot)
+                self._slots[slot] = session
+        cached = [len(session.tokens) for session in sessions]
+        self._tokens[:count] = ids
+        self._positions[:count] = cached
+        self._set_control(0, count, 0, 0)
+        for slot, length in enumerate(cached):
+            self._set_control(1 + slot, 1, length, 0)
+        recording.limit(count)
+        recording.replay()
+        for session, token in zip(sessions, ids, strict=True):
+            session.tokens.append(int(token))
+            session.ahead.clear()
+        return self._logits[:count]
+
     def _check(self, session: Session, ids: Sequence[int]) -> None:
         """Refuse ids that cannot all be appended, before a pass appends the first of them."""
         if len(session.tokens) + len(ids) > self.context:
@@ -213,12 +263,14 @@ class Engine:
             self._bound = session
         self._tokens[:count] = ids
         self._positions[:count] = np.arange(cached, cached + count)
-        self._control[CONTROL_TOKENS] = count
-        self._control[CONTROL_CACHED] = cached
-        self._control[CONTROL_FIRST_ROW] = first_row
+        self._set_control(0, count, cached, first_row)
         self.recordings[entry.name].replay()
         session.tokens.extend(int(i) for i in ids)
         session.ahead.clear()
+
+    def _set_control(self, block: int, tokens: int, cached: int, first_row: int) -> None:
+        words = CONTROL_TOKENS, CONTROL_CACHED, CONTROL_FIRST_ROW
+        self._control[block, words] = tokens, cached, first_row
 
     def _new_states(self) -> dict[int, Memory]:
         return {i: allocate(self._plan.buffers[i].bytes) for i in self._state_numbers}

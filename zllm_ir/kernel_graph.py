@@ -87,11 +87,15 @@ def symbol(call: KernelCall) -> str:
 @dataclass(frozen=True)
 class KernelNode:
     """One kernel call with the graph's values that it reads and writes. A state is always the graph's own
-    (`kv.0`), whichever version of it the model graph names."""
+    (`kv.0`), whichever version of it the model graph names.
+
+    With a `slot`, the call is about one sequence of a batch: that row of every value, and its states.
+    """
 
     call: KernelCall
     inputs: tuple[Value | None, ...]
     outputs: tuple[Value, ...]
+    slot: int | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,11 @@ class KernelGraph:
 
     def results(self) -> dict[Value, Operand]:
         """What the kernels compute, in order, and how it lies in memory."""
-        return {v: r for node in self.nodes for v, r in zip(node.outputs, node.call.results, strict=True)}
+        return {
+            v: r if node.slot is None else stacked(r)
+            for node in self.nodes
+            for v, r in zip(node.outputs, node.call.results, strict=True)
+        }
 
     def bytes_of(self, operand: Operand) -> int:
         """Bytes that a computed value takes at most."""
@@ -151,7 +159,8 @@ def print_kernels(graph: KernelGraph) -> str:
         )
         operands = ", ".join(map(reference, node.inputs))
         attrs = f" {node.call.attributes!r}" if node.call.attrs else ""
-        lines.append(f"{results or '()'} = {symbol(node.call)}({operands}){attrs}")
+        slot = "" if node.slot is None else f" slot {node.slot}"
+        lines.append(f"{results or '()'} = {symbol(node.call)}({operands}){attrs}{slot}")
     return "\n".join([*lines, "return " + ", ".join(map(reference, graph.outputs))]) + "\n"
 
 
@@ -162,16 +171,29 @@ def activation_row_bytes(width: int) -> int:
     return -(-(width + 2 * 4 * (width // GROUP) + 2 * (width // 16)) // 64) * 64
 
 
+def row_bytes(operand: Operand) -> int:
+    """Bytes from a row of a value to the next."""
+    match operand.type.dtype:
+        case "f32" | "i32":
+            return 4 * operand.stride
+        case "a8":
+            return activation_row_bytes(operand.width)
+    raise IRError(f"{operand.type} is no value that kernels compute")
+
+
 def value_bytes(operand: Operand, tokens: int, rows: int) -> int:
     """Bytes of a computed value, padding included, when T is `tokens` and R is `rows`."""
     first = operand.type.shape[0]
-    count = {T: tokens, R: rows}.get(first) or int(first)
-    match operand.type.dtype:
-        case "f32" | "i32":
-            return count * 4 * operand.stride
-        case "a8":
-            return count * activation_row_bytes(operand.width)
-    raise IRError(f"{operand.type} is no value that kernels compute")
+    return ({T: tokens, R: rows}.get(first) or int(first)) * row_bytes(operand)
+
+
+def stacked(result: Operand) -> Operand:
+    """How the results of one call for each of T sequences lie: each in a row, whose elements may have rows of
+    their own (the parts of a split attention)."""
+    dtype, shape = result.type.dtype, result.type.shape
+    if result.single_row:
+        return Operand(TensorType(dtype, (T, *shape[1:])), result.stride)
+    return Operand(TensorType(dtype, (T, *shape)), int(shape[0]) * result.stride)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 CONTROL_TOKENS, CONTROL_CACHED, CONTROL_FIRST_ROW = range(3)
-CONTROL_WORDS = 16  # i32 words of the control block: tokens T, cached length S, first row with logits
+CONTROL_WORDS = 16  # i32 words of a control block: tokens T, cached length S, first row with logits
 
 
 class Buffer(msgspec.Struct, frozen=True):
@@ -20,6 +20,7 @@ class Buffer(msgspec.Struct, frozen=True):
 
     `weights`: the mapped weight file. `arena`: scratch of one pass, planned by offset. `state`: one layer's
     KV cache, owned by a session. `io`: what the host reads and writes (tokens, control, logits, next token).
+    `control` holds the control block of the pass and then one for each slot of a batch.
     """
 
     name: str
@@ -34,21 +35,23 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True):
     offset: int
 
 
-class Launch(msgspec.Struct, frozen=True):
+class Launch(msgspec.Struct, frozen=True, omit_defaults=True):
     """One kernel call on every thread: kernel(thread, threads, *args). Integers are passed as they are.
 
-    `barrier`: all threads must have finished this launch before any starts the next.
+    `barrier`: all threads must have finished this launch before any starts the next. `slot`: of a batch, the
+    sequence whose state buffers this launch is given.
     """
 
     kernel: str
     args: tuple[Pointer | int, ...]
     barrier: bool = True
+    slot: int | None = None
 
 
 class EntryPoint(msgspec.Struct, frozen=True):
-    """A whole model pass over 1 … max_tokens tokens."""
+    """A whole model pass over 1 … max_tokens tokens: of one sequence, or one of each slot of a batch."""
 
-    name: str  # "decode" | "prefill"
+    name: str  # "decode" | "prefill" | "batch"
     max_tokens: int
     max_rows: int  # rows of logits that fit
     launches: tuple[Launch, ...]

@@ -217,6 +217,31 @@ def test_profile_times_every_launch(device):
     np.testing.assert_array_equal(values(memory[0]), np.arange(N) + 3)
 
 
+@pytest.mark.parametrize("device", [1, 2, 3], indirect=True)
+def test_a_limited_batch_keeps_its_barriers(device):
+    """Each slot writes buffer 1 or 2 of its own, and the last launch reads what slot 0 wrote."""
+    source, result, *own = [allocate(4 * N) for _ in range(4)]
+    values(source)[:] = np.arange(N)
+    launches = [
+        Launch("reverse", (Pointer(0, 0), Pointer(2, 0), 1), barrier=False, slot=0),
+        Launch("reverse", (Pointer(0, 0), Pointer(2, 0), 2), barrier=True, slot=1),
+        Launch("reverse", (Pointer(2, 0), Pointer(1, 0), 3), slot=0),
+    ]
+    recording = record(device, [source, result, own[0]], *launches)
+    recording.rebind(2, own[1], slot=1)
+    for _ in range(300):
+        for slots in (1, 2):
+            for memory in (result, *own):
+                values(memory)[:] = 0
+            recording.limit(slots)
+            recording.replay()
+            assert len(recording.launches) == 1 + slots == len(recording.profile())
+            np.testing.assert_array_equal(values(result), np.arange(N) + 4)
+            assert values(own[1]).any() == (slots == 2)
+    recording.limit(None)
+    assert recording.launches == tuple(launches)
+
+
 def worker_threads() -> int:
     return sum(thread.name.startswith("zllmc-") for thread in threading.enumerate())
 

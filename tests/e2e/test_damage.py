@@ -76,8 +76,8 @@ def test_a_missing_kernel_and_a_flipped_bit_in_one_are_named(artifact: Path) -> 
 @pytest.mark.parametrize(
     "field, value, message",
     [
-        ("format_version", 99, "has artifact format 99, this zllmc reads 1"),
-        ("format_version", "1", "has artifact format 1"),
+        ("format_version", 99, "has artifact format 99, this zllmc reads 2"),
+        ("format_version", "1", "has artifact format 1,"),
         ("triple", "sparc64-unknown-linux-gnu", "compiled for sparc64-unknown-linux-gnu, this machine is"),
         ("requires", ["avx2", "time-travel"], "this machine's CPU lacks .*time-travel"),
         ("weights_bytes", 4096, r"weights\.bin has [\d,]+ bytes instead of 4,096"),
@@ -144,7 +144,10 @@ def put(items: Any, key: Any, value: Any) -> None:
         (lambda p: put(p["entries"][0], "max_tokens", 1 << 30), "bytes for tokens"),
         (lambda p: put(p["entries"][0], "max_rows", 0), "takes 1 tokens and 0 rows"),
         (lambda p: put(p["entries"][0], "name", "other"), "no decode or no prefill"),
-        (lambda p: p["entries"].pop(), "no decode or no prefill"),
+        (lambda p: p["entries"].pop(1), "no decode or no prefill"),
+        (lambda p: put(p["entries"][2], "max_tokens", 16), r"576 bytes for control, which take 1,088"),
+        (lambda p: put(p["entries"][2]["launches"][7], "slot", 8), "batch has a launch for slot 8"),
+        (lambda p: put(first_launch(p), "slot", 0), "decode has a launch for slot 0"),
         (lambda p: p.pop("buffers"), "damaged .*buffers"),
     ],
 )
