@@ -1,0 +1,65 @@
+// What generated kernels are written in, for CUDA: nvcc or NVRTC, without any other header.
+//
+// load and store take addresses aligned to their size. `barrier` orders shared memory. Subgroup functions are
+// called by all lanes together. Float functions are CUDA's accurate ones: within 2 ulp (fpow 4), and half
+// conversions round to nearest even.
+#define SUBGROUP 32
+#define DEVICE_FUNCTION static __device__ __forceinline__
+
+DEVICE_FUNCTION void barrier() { __syncthreads(); }
+
+DEVICE_FUNCTION float subgroup_shuffle(float v, int lane) { return __shfl_sync(~0u, v, lane); }
+DEVICE_FUNCTION int subgroup_shuffle(int v, int lane) { return __shfl_sync(~0u, v, lane); }
+DEVICE_FUNCTION unsigned subgroup_shuffle(unsigned v, int lane) { return __shfl_sync(~0u, v, lane); }
+DEVICE_FUNCTION float subgroup_shuffle_xor(float v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
+DEVICE_FUNCTION int subgroup_shuffle_xor(int v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
+DEVICE_FUNCTION unsigned subgroup_shuffle_xor(unsigned v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
+
+DEVICE_FUNCTION int subgroup_add(int v) { return __reduce_add_sync(~0u, v); }
+DEVICE_FUNCTION float subgroup_add(float v) {
+#pragma unroll
+    for (int mask = SUBGROUP / 2; mask; mask /= 2) v += subgroup_shuffle_xor(v, mask);
+    return v;
+}
+DEVICE_FUNCTION float subgroup_max(float v) {
+#pragma unroll
+    for (int mask = SUBGROUP / 2; mask; mask /= 2) v = fmaxf(v, subgroup_shuffle_xor(v, mask));
+    return v;
+}
+
+// c + the four products of the signed bytes of a and b
+DEVICE_FUNCTION int dot4(int a, int b, int c) { return __dp4a(a, b, c); }
+
+DEVICE_FUNCTION float as_float(unsigned v) { return __uint_as_float(v); }
+DEVICE_FUNCTION unsigned as_uint(float v) { return __float_as_uint(v); }
+DEVICE_FUNCTION int as_int(unsigned v) { return static_cast<int>(v); }
+
+DEVICE_FUNCTION float half_to_float(unsigned short v) {
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(v));
+    return result;
+}
+DEVICE_FUNCTION unsigned short float_to_half(float v) {
+    unsigned short result;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(v));
+    return result;
+}
+
+DEVICE_FUNCTION uint4 load16(const unsigned char* p) { return *reinterpret_cast<const uint4*>(p); }
+DEVICE_FUNCTION uint2 load8(const unsigned char* p) { return *reinterpret_cast<const uint2*>(p); }
+DEVICE_FUNCTION void store16(unsigned char* p, uint4 v) { *reinterpret_cast<uint4*>(p) = v; }
+
+DEVICE_FUNCTION float fexp(float x) { return expf(x); }
+DEVICE_FUNCTION float flog(float x) { return logf(x); }
+DEVICE_FUNCTION float fsqrt(float x) { return sqrtf(x); }
+DEVICE_FUNCTION float frsqrt(float x) { return rsqrtf(x); }
+DEVICE_FUNCTION float fsin(float x) { return sinf(x); }
+DEVICE_FUNCTION float fcos(float x) { return cosf(x); }
+DEVICE_FUNCTION float ftanh(float x) { return tanhf(x); }
+DEVICE_FUNCTION float fpow(float x, float y) { return powf(x, y); }
+DEVICE_FUNCTION float ffma(float a, float b, float c) { return fmaf(a, b, c); }
+DEVICE_FUNCTION float fmin_(float a, float b) { return fminf(a, b); }
+DEVICE_FUNCTION float fmax_(float a, float b) { return fmaxf(a, b); }
+DEVICE_FUNCTION float fabs_(float x) { return fabsf(x); }
+DEVICE_FUNCTION int imin(int a, int b) { return a < b ? a : b; }
+DEVICE_FUNCTION int imax(int a, int b) { return a > b ? a : b; }

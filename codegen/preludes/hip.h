@@ -1,0 +1,233 @@
+// What generated kernels are written in, for AMD GPUs: clang's HIP mode, without any other header or library.
+//
+// load and store take addresses aligned to their size. `barrier` orders shared memory. Subgroup functions are
+// called by all lanes together. Half conversions round to nearest even. Float functions are within 1 ulp
+// where nothing else is said.
+#if defined(__gfx90a__) || defined(__gfx942__)
+#define SUBGROUP 64
+#else
+#define SUBGROUP 32
+#endif
+
+#define __global__ __attribute__((global))
+#define __device__ __attribute__((device))
+#define __shared__ __attribute__((shared))
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(threads) __attribute__((amdgpu_flat_work_group_size(1, threads)))
+#define DEVICE_FUNCTION static __device__ __forceinline__
+
+struct Index3 {
+    unsigned x, y, z;
+};
+#define threadIdx                                                                                            \
+    (Index3{__builtin_amdgcn_workitem_id_x(), __builtin_amdgcn_workitem_id_y(),                              \
+            __builtin_amdgcn_workitem_id_z()})
+#define blockIdx                                                                                             \
+    (Index3{__builtin_amdgcn_workgroup_id_x(), __builtin_amdgcn_workgroup_id_y(),                            \
+            __builtin_amdgcn_workgroup_id_z()})
+
+typedef unsigned uint2 __attribute__((ext_vector_type(2)));
+typedef unsigned uint4 __attribute__((ext_vector_type(4)));
+DEVICE_FUNCTION uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return uint4{x, y, z, w}; }
+DEVICE_FUNCTION uint2 make_uint2(unsigned x, unsigned y) { return uint2{x, y}; }
+
+DEVICE_FUNCTION float as_float(unsigned v) { return __builtin_bit_cast(float, v); }
+DEVICE_FUNCTION unsigned as_uint(float v) { return __builtin_bit_cast(unsigned, v); }
+DEVICE_FUNCTION int as_int(unsigned v) { return static_cast<int>(v); }
+
+DEVICE_FUNCTION float half_to_float(unsigned short v) { return __builtin_bit_cast(_Float16, v); }
+DEVICE_FUNCTION unsigned short float_to_half(float v) {
+    return __builtin_bit_cast(unsigned short, static_cast<_Float16>(v));
+}
+
+DEVICE_FUNCTION uint4 load16(const unsigned char* p) { return *reinterpret_cast<const uint4*>(p); }
+DEVICE_FUNCTION uint2 load8(const unsigned char* p) { return *reinterpret_cast<const uint2*>(p); }
+DEVICE_FUNCTION void store16(unsigned char* p, uint4 v) { *reinterpret_cast<uint4*>(p) = v; }
+
+// c + the four products of the signed bytes of a and b
+DEVICE_FUNCTION int dot4(int a, int b, int c) {
+#if defined(__GFX11__) || defined(__GFX12__)
+    return __builtin_amdgcn_sudot4(true, a, true, b, c, false);
+#else
+    return __builtin_amdgcn_sdot4(a, b, c, false);
+#endif
+}
+
+// Only shared memory is waited for where the compiler can tell (clang 19 and newer): loads from global memory
+// stay in flight over the barrier.
+#if __clang_major__ >= 19
+#define SHARED_FENCE(order) __builtin_amdgcn_fence(order, "workgroup", "local")
+#else
+#define SHARED_FENCE(order) __builtin_amdgcn_fence(order, "workgroup")
+#endif
+DEVICE_FUNCTION void barrier() {
+    SHARED_FENCE(__ATOMIC_RELEASE);
+    __builtin_amdgcn_s_barrier();
+    SHARED_FENCE(__ATOMIC_ACQUIRE);
+}
+
+// Any pattern within a subgroup goes through the shared memory unit's crossbar.
+DEVICE_FUNCTION int subgroup_shuffle(int v, int lane) { return __builtin_amdgcn_ds_bpermute(4 * lane, v); }
+DEVICE_FUNCTION unsigned subgroup_shuffle(unsigned v, int lane) {
+    return static_cast<unsigned>(subgroup_shuffle(static_cast<int>(v), lane));
+}
+DEVICE_FUNCTION float subgroup_shuffle(float v, int lane) {
+    return __builtin_bit_cast(float, subgroup_shuffle(__builtin_bit_cast(int, v), lane));
+}
+
+// Patterns within a row of 16 lanes are free operand modifiers (DPP). Lanes of rows that are not in the mask
+// get `otherwise`.
+#define DPP_XOR1 0xb1  // quad_perm 1 0 3 2
+#define DPP_XOR2 0x4e  // quad_perm 2 3 0 1
+#define DPP_XOR3 0x1b  // quad_perm 3 2 1 0
+#define DPP_XOR7 0x141  // row_half_mirror
+#define DPP_XOR15 0x140  // row_mirror
+#define DPP_BROADCAST15 0x142  // the last lane of a row to the next row; before gfx10
+#define DPP_BROADCAST31 0x143  // lane 31 to the upper two rows; before gfx10
+template <int pattern, int rows = 0xf> DEVICE_FUNCTION int dpp(int v, int otherwise = 0) {
+    return __builtin_amdgcn_update_dpp(otherwise, v, pattern, rows, 0xf, false);
+}
+template <int pattern, int rows = 0xf> DEVICE_FUNCTION float dpp(float v, float otherwise = 0) {
+    return __builtin_bit_cast(
+        float, dpp<pattern, rows>(__builtin_bit_cast(int, v), __builtin_bit_cast(int, otherwise)));
+}
+
+DEVICE_FUNCTION int subgroup_lane() {
+    const unsigned low = __builtin_amdgcn_mbcnt_lo(~0u, 0);
+    return static_cast<int>(SUBGROUP == 32 ? low : __builtin_amdgcn_mbcnt_hi(~0u, low));
+}
+DEVICE_FUNCTION int subgroup_shuffle_xor(int v, int mask) {
+    switch (mask) {  // a constant, as a rule
+        case 1: return dpp<DPP_XOR1>(v);
+        case 2: return dpp<DPP_XOR2>(v);
+        case 3: return dpp<DPP_XOR3>(v);
+        case 7: return dpp<DPP_XOR7>(v);
+        case 15: return dpp<DPP_XOR15>(v);
+        default: return subgroup_shuffle(v, subgroup_lane() ^ mask);
+    }
+}
+DEVICE_FUNCTION unsigned subgroup_shuffle_xor(unsigned v, int mask) {
+    return static_cast<unsigned>(subgroup_shuffle_xor(static_cast<int>(v), mask));
+}
+DEVICE_FUNCTION float subgroup_shuffle_xor(float v, int mask) {
+    return __builtin_bit_cast(float, subgroup_shuffle_xor(__builtin_bit_cast(int, v), mask));
+}
+
+// Reduces each row of 16 lanes, then the rows; every lane gets the result. `zero` changes nothing.
+template <typename T, typename Operation> DEVICE_FUNCTION T subgroup_reduce(T v, T zero, Operation operation) {
+    v = operation(v, dpp<DPP_XOR1>(v));
+    v = operation(v, dpp<DPP_XOR2>(v));
+    v = operation(v, dpp<DPP_XOR7>(v));
+    v = operation(v, dpp<DPP_XOR15>(v));
+#if SUBGROUP == 32
+    const int bits = __builtin_bit_cast(int, v);
+    const int other_row = __builtin_amdgcn_permlanex16(bits, bits, 0x76543210, 0xfedcba98, false, false);
+    return operation(v, __builtin_bit_cast(T, other_row));
+#else
+    v = operation(v, dpp<DPP_BROADCAST15, 0xa>(v, zero));
+    v = operation(v, dpp<DPP_BROADCAST31, 0xc>(v, zero));
+    return __builtin_bit_cast(T, __builtin_amdgcn_readlane(__builtin_bit_cast(int, v), 63));
+#endif
+}
+DEVICE_FUNCTION int subgroup_add(int v) {
+    return subgroup_reduce(v, 0, [](int a, int b) { return a + b; });
+}
+DEVICE_FUNCTION float subgroup_add(float v) {
+    return subgroup_reduce(v, 0.0f, [](float a, float b) { return a + b; });
+}
+DEVICE_FUNCTION float subgroup_max(float v) {
+    return subgroup_reduce(v, -__builtin_inff(), [](float a, float b) { return __builtin_fmaxf(a, b); });
+}
+
+// LLVM expands these accurately without a library: exp and log around v_exp_f32 and v_log_f32 with the
+// argument's rounding error carried along, the square root correctly rounded.
+DEVICE_FUNCTION float fexp(float x) { return __builtin_expf(x); }
+DEVICE_FUNCTION float flog(float x) { return __builtin_logf(x); }
+DEVICE_FUNCTION float fsqrt(float x) { return __builtin_sqrtf(x); }
+DEVICE_FUNCTION float ffma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+DEVICE_FUNCTION float fmin_(float a, float b) { return __builtin_fminf(a, b); }
+DEVICE_FUNCTION float fmax_(float a, float b) { return __builtin_fmaxf(a, b); }
+DEVICE_FUNCTION float fabs_(float x) { return __builtin_fabsf(x); }
+DEVICE_FUNCTION int imin(int a, int b) { return a < b ? a : b; }
+DEVICE_FUNCTION int imax(int a, int b) { return a > b ? a : b; }
+
+// v_rsq_f32 is within 1 ulp but takes subnormals for zero.
+DEVICE_FUNCTION float frsqrt(float x) {
+    const bool tiny = x < 0x1p-100f;
+    const float root = __builtin_amdgcn_rsqf(tiny ? x * 0x1p100f : x);
+    return tiny ? root * 0x1p50f : root;
+}
+
+// x - n·π/2 for the nearest n (Cody and Waite): with π/2 in three floats and fused multiply-adds, the first
+// difference is exact and the last loses no more than 1 ulp, up to |x| = 1e6.
+struct Reduced {
+    float r;
+    int n;
+};
+DEVICE_FUNCTION Reduced reduce_angle(float x) {
+    const float n = __builtin_rintf(x * 0x1.45f306p-1f);
+    float r = ffma(-n, 0x1.921fb6p0f, x);
+    r = ffma(-n, -0x1.777a5cp-25f, r);
+    r = ffma(-n, -0x1.ee59dap-50f, r);
+    return {r, static_cast<int>(n)};
+}
+// Minimax polynomials for |r| ≤ π/4, a little over.
+DEVICE_FUNCTION float sin_reduced(float r) {
+    const float z = r * r;
+    const float p = ffma(ffma(-0x1.98e5a8p-13f, z, 0x1.11062ap-7f), z, -0x1.555542p-3f);
+    return ffma(r * z, p, r);
+}
+DEVICE_FUNCTION float cos_reduced(float r) {
+    const float z = r * r;
+    const float p = ffma(ffma(2.441650194e-5f, z, -1.388717756e-3f), z, 4.166664304e-2f);
+    return ffma(z * z, p, ffma(-0.5f, z, 1.0f));
+}
+// Within 2 ulp up to |x| = 1e6; not made for more.
+DEVICE_FUNCTION float fsin(float x) {
+    const Reduced a = reduce_angle(x);
+    const float v = a.n & 1 ? cos_reduced(a.r) : sin_reduced(a.r);
+    return a.n & 2 ? -v : v;
+}
+DEVICE_FUNCTION float fcos(float x) {
+    const Reduced a = reduce_angle(x);
+    const float v = a.n & 1 ? sin_reduced(a.r) : cos_reduced(a.r);
+    return (a.n + 1) & 2 ? -v : v;
+}
+
+// Within 2 ulp.
+DEVICE_FUNCTION float ftanh(float x) {
+    const float a = fabs_(x), z = x * x;
+    const float p = ffma(ffma(ffma(-5.717044544e-3f, z, 2.065058682e-2f), z, -5.374349793e-2f), z, 1.333149129e-1f);
+    const float small = ffma(x * z, ffma(p, z, -3.333328393e-1f), x);
+    const float large = __builtin_copysignf(1.0f - 2.0f / (fexp(2.0f * a) + 1.0f), x);
+    return a < 0.625f ? small : large;
+}
+
+// Within 2 ulp: the logarithm in double precision, by the series of artanh.
+DEVICE_FUNCTION float fpow(float x, float y) {
+    if (x == 1.0f || y == 0.0f) return 1.0f;
+    if (x != x || y != y) return x + y;
+    const float a = fabs_(x), infinity = __builtin_inff();
+    const bool integer = __builtin_truncf(y) == y;
+    const bool odd = integer && __builtin_truncf(0.5f * y) != 0.5f * y;
+    if (x < 0.0f && a != infinity && !integer) return __builtin_nanf("");
+    float power = 1.0f;
+    if (a == 0.0f || a == infinity) {
+        power = (a == 0.0f) == (y < 0.0f) ? infinity : 0.0f;
+    } else if (a != 1.0f) {
+        // a = m · 2^e with m in [√½, √2)
+        const bool tiny = a < 0x1p-126f;
+        const int bits = as_int(as_uint(tiny ? a * 0x1p24f : a));
+        const int e = (bits - 0x3f3504f3) >> 23;
+        const double m = __builtin_bit_cast(float, bits - (e << 23));
+        const double s = (m - 1.0) / (m + 1.0), z = s * s;
+        double series = 1.0 / 13;
+        for (int k = 11; k > 0; k -= 2) series = series * z + 1.0 / k;
+        const double log2_a = (tiny ? e - 24 : e) + 2.885390081777927 * s * series;  // 2 / ln 2
+        const double exponent = __builtin_fmin(__builtin_fmax(y * log2_a, -200.0), 200.0);
+        const double whole = __builtin_rint(exponent);
+        const float fraction = static_cast<float>(exponent - whole);
+        power = __builtin_ldexpf(__builtin_amdgcn_exp2f(fraction), static_cast<int>(whole));
+    }
+    return odd ? __builtin_copysignf(power, x) : power;
+}

@@ -1,0 +1,63 @@
+// What generated kernels are written in, for the Metal shading language (3.0 and newer).
+//
+// load and store take addresses aligned to their size. `barrier` orders threadgroup memory. Subgroup functions
+// are called by all lanes together. Float functions are the precise ones: within 5 ulp (fpow 16); half
+// conversions round to nearest even. Compile with fast math off: masks are infinities.
+#include <metal_stdlib>
+using namespace metal;
+
+#define SUBGROUP 32
+#define DEVICE_FUNCTION static inline __attribute__((always_inline))
+
+DEVICE_FUNCTION void barrier() { threadgroup_barrier(mem_flags::mem_threadgroup); }
+
+DEVICE_FUNCTION float subgroup_shuffle(float v, int lane) { return simd_shuffle(v, ushort(lane)); }
+DEVICE_FUNCTION int subgroup_shuffle(int v, int lane) { return simd_shuffle(v, ushort(lane)); }
+DEVICE_FUNCTION uint subgroup_shuffle(uint v, int lane) { return simd_shuffle(v, ushort(lane)); }
+DEVICE_FUNCTION float subgroup_shuffle_xor(float v, int mask) { return simd_shuffle_xor(v, ushort(mask)); }
+DEVICE_FUNCTION int subgroup_shuffle_xor(int v, int mask) { return simd_shuffle_xor(v, ushort(mask)); }
+DEVICE_FUNCTION uint subgroup_shuffle_xor(uint v, int mask) { return simd_shuffle_xor(v, ushort(mask)); }
+
+DEVICE_FUNCTION int subgroup_add(int v) { return simd_sum(v); }
+DEVICE_FUNCTION float subgroup_add(float v) { return simd_sum(v); }
+DEVICE_FUNCTION float subgroup_max(float v) { return simd_max(v); }
+
+// c + the four products of the signed bytes of a and b
+DEVICE_FUNCTION int dot4(int a, int b, int c) {
+    const int4 products = int4(as_type<char4>(a)) * int4(as_type<char4>(b));
+    return c + products.x + products.y + products.z + products.w;
+}
+
+DEVICE_FUNCTION float as_float(uint v) { return as_type<float>(v); }
+DEVICE_FUNCTION uint as_uint(float v) { return as_type<uint>(v); }
+DEVICE_FUNCTION int as_int(uint v) { return int(v); }
+
+DEVICE_FUNCTION float half_to_float(ushort v) { return float(as_type<half>(v)); }
+DEVICE_FUNCTION ushort float_to_half(float v) { return as_type<ushort>(half(v)); }
+
+DEVICE_FUNCTION uint4 make_uint4(uint x, uint y, uint z, uint w) { return uint4(x, y, z, w); }
+DEVICE_FUNCTION uint2 make_uint2(uint x, uint y) { return uint2(x, y); }
+
+DEVICE_FUNCTION uint4 load16(device const uchar* p) { return *reinterpret_cast<device const uint4*>(p); }
+DEVICE_FUNCTION uint4 load16(constant uchar* p) { return *reinterpret_cast<constant uint4*>(p); }
+DEVICE_FUNCTION uint4 load16(threadgroup const uchar* p) { return *reinterpret_cast<threadgroup const uint4*>(p); }
+DEVICE_FUNCTION uint2 load8(device const uchar* p) { return *reinterpret_cast<device const uint2*>(p); }
+DEVICE_FUNCTION uint2 load8(constant uchar* p) { return *reinterpret_cast<constant uint2*>(p); }
+DEVICE_FUNCTION uint2 load8(threadgroup const uchar* p) { return *reinterpret_cast<threadgroup const uint2*>(p); }
+DEVICE_FUNCTION void store16(device uchar* p, uint4 v) { *reinterpret_cast<device uint4*>(p) = v; }
+DEVICE_FUNCTION void store16(threadgroup uchar* p, uint4 v) { *reinterpret_cast<threadgroup uint4*>(p) = v; }
+
+DEVICE_FUNCTION float fexp(float x) { return precise::exp(x); }
+DEVICE_FUNCTION float flog(float x) { return precise::log(x); }
+DEVICE_FUNCTION float fsqrt(float x) { return precise::sqrt(x); }
+DEVICE_FUNCTION float frsqrt(float x) { return precise::rsqrt(x); }
+DEVICE_FUNCTION float fsin(float x) { return precise::sin(x); }
+DEVICE_FUNCTION float fcos(float x) { return precise::cos(x); }
+DEVICE_FUNCTION float ftanh(float x) { return precise::tanh(x); }
+DEVICE_FUNCTION float fpow(float x, float y) { return precise::pow(x, y); }
+DEVICE_FUNCTION float ffma(float a, float b, float c) { return fma(a, b, c); }
+DEVICE_FUNCTION float fmin_(float a, float b) { return fmin(a, b); }
+DEVICE_FUNCTION float fmax_(float a, float b) { return fmax(a, b); }
+DEVICE_FUNCTION float fabs_(float x) { return fabs(x); }
+DEVICE_FUNCTION int imin(int a, int b) { return min(a, b); }
+DEVICE_FUNCTION int imax(int a, int b) { return max(a, b); }

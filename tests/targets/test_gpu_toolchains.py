@@ -1,0 +1,211 @@
+"""Generated sources become cubins and code objects of the right architecture, and what they take is known."""
+
+import os
+import re
+import struct
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from zllmc.codegen import cuda_toolchain, rocm_toolchain
+from zllmc.codegen.cuda_toolchain import compile_cuda, disassemble, find_cuda_compiler
+from zllmc.codegen.gpu_toolchain import Binary, KernelResources
+from zllmc.codegen.rocm_toolchain import Clang, assembly, compile_hip, find_hip_compiler
+from zllmc.targets import cuda, rocm
+from zllmc.targets.gpu import GpuTarget
+from zllmc.zllm_ir.errors import ZllmcError
+
+CUDA = [cuda.TARGETS[name] for name in ("sm_80", "sm_90", "sm_120")]
+ROCM = list(rocm.TARGETS.values())
+
+
+@pytest.fixture(autouse=True)
+def toolchains() -> None:
+    """Without a toolchain these tests are skipped, but not on CI."""
+    try:
+        find_cuda_compiler(CUDA[0])
+        find_hip_compiler()
+    except ZllmcError as error:
+        if not os.environ.get("CI"):
+            pytest.skip(str(error))
+        raise
+
+
+# Uses all that the preludes have.
+EVERYTHING = """#include "prelude.h"
+extern "C" __global__ void __launch_bounds__(256)
+everything(const int* __restrict__ control, const unsigned char* __restrict__ x, float* __restrict__ y) {
+    const int thread = threadIdx.x;
+    const int block_x = blockIdx.x;
+    const int block_y = blockIdx.y;
+    __shared__ float values[256];
+    __shared__ __attribute__((aligned(16))) unsigned char bytes[4096];
+    const uint4 a = load16(x + 16 * (block_x * 256 + thread));
+    const uint2 b = load8(x + 8 * (block_y * 256 + thread));
+    store16(bytes + 16 * thread, make_uint4(a.w, a.z, b.x, b.y));
+    const int d = dot4(as_int(a.x), as_int(a.y), imin(as_int(a.z), imax(control[0], 3)));
+    values[thread] = half_to_float((unsigned short)a.w) * d;
+    barrier();
+    float f = values[255 - thread] + as_float(load16(bytes + 4080 - 16 * thread).y);
+    f += subgroup_add(f) + subgroup_max(f) + subgroup_add(d) + subgroup_shuffle(f, 3) + float_to_half(f);
+    f += subgroup_shuffle(d, thread % 7) + subgroup_shuffle(as_uint(f), 2);
+    f += subgroup_shuffle_xor(f, SUBGROUP / 2) + subgroup_shuffle_xor(d, 1);
+    f += subgroup_shuffle_xor(as_uint(f), 5);
+    y[block_x * 256 + thread] = f + make_uint2(a.x, b.y).y;
+}
+extern "C" __global__ void __launch_bounds__(64)
+math(const float* __restrict__ x, float* __restrict__ y) {
+    const float v = x[threadIdx.x];
+    float r[12] = {fexp(v), flog(v), fsqrt(v), frsqrt(v), fsin(v), fcos(v), ftanh(v), fpow(v, x[64]),
+                   fmin_(v, 1.0f), fmax_(v, 2.0f), fabs_(v), ffma(v, v, v)};
+    for (int i = 0; i < 12; i++) y[threadIdx.x * 12 + i] = r[i];
+}
+"""
+# Keeps more floats alive than a thread has registers.
+SPILLING = """#include "prelude.h"
+extern "C" __global__ void __launch_bounds__(1024)
+spilling(float* y) {
+    float r[160];
+#pragma unroll
+    for (int i = 0; i < 160; i++) r[i] = y[threadIdx.x + 1024 * i];
+    barrier();
+#pragma unroll
+    for (int i = 0; i < 160; i++) y[threadIdx.x + 1024 * i] = r[i] * r[159 - i];
+}
+"""
+
+
+@cache
+def compiled(target: GpuTarget, source: str = EVERYTHING) -> Binary:
+    return (compile_cuda if target.kind == "cuda" else compile_hip)(source, target)
+
+
+def elf(code: bytes) -> tuple[int, int]:
+    """Machine and flags."""
+    assert struct.unpack_from("<4sBB", code) == (b"\x7fELF", 2, 1)
+    (machine,), (flags,) = struct.unpack_from("<H", code, 0x12), struct.unpack_from("<I", code, 0x30)
+    return machine, flags
+
+
+@pytest.mark.parametrize("target", [*CUDA, *ROCM], ids=str)
+def test_preludes_compile_and_the_kernels_resources_are_known(target: GpuTarget) -> None:
+    binary = compiled(target)
+    assert set(binary.kernels) == {"everything", "math"}
+    everything = binary.kernels["everything"]
+    assert everything.shared_memory == 4096 + 1024
+    assert 8 <= everything.registers <= 64
+    assert (everything.spills, binary.kernels["math"].spills) == (0, 0)
+
+
+@pytest.mark.parametrize("target", CUDA, ids=str)
+def test_a_cubin_is_of_its_architecture(target: GpuTarget) -> None:
+    machine, flags = elf(compiled(target).code)
+    assert machine == 190  # EM_CUDA
+    # The architecture's number lies in the lowest byte, or in the second one since CUDA 13.
+    assert int(target.name.removeprefix("sm_")) in (flags & 0xFF, flags >> 8 & 0xFF)
+
+
+# EF_AMDGPU_MACH_AMDGCN_… of LLVM's "User Guide for AMDGPU Backend"
+AMD_MACHINES = {
+    "gfx90a": 0x3F, "gfx942": 0x4C, "gfx1030": 0x36, "gfx1100": 0x41,
+    "gfx1151": 0x4A, "gfx1200": 0x48, "gfx1201": 0x4E,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ROCM, ids=str)
+def test_a_code_object_is_of_its_architecture(target: GpuTarget) -> None:
+    machine, flags = elf(compiled(target).code)
+    assert machine == 224  # EM_AMDGPU
+    assert flags & 0xFF == AMD_MACHINES[target.name]
+    assert compiled(target).code[7:9] == b"\x40\x03"  # OSABI_AMDGPU_HSA, code object version 5
+
+
+@pytest.mark.parametrize("target", CUDA, ids=str)
+def test_nvidia_gets_int8_dots_and_wide_loads(target: GpuTarget) -> None:
+    sass = disassemble(compiled(target).code)
+    assert "IDP.4A.S8.S8" in sass
+    assert re.search(r"LDG\.E\.128", sass)
+
+
+@pytest.mark.parametrize("target", ROCM, ids=str)
+def test_amd_gets_int8_dots_and_wide_loads(target: GpuTarget) -> None:
+    text = assembly(EVERYTHING, target)
+    assert re.search({"sdot4": r"v_dot4c?_i32_i8", "sudot4": r"v_dot4_i32_iu8"}[target.dot4 or ""], text)
+    assert re.search(r"global_load_(b128|dwordx4)", text)
+    assert f".amdhsa_wavefront_size32 {int(target.subgroup == 32)}" in text or target.subgroup == 64
+
+
+@pytest.mark.parametrize("target", [CUDA[0], rocm.TARGETS["gfx942"]], ids=str)
+def test_a_kernel_that_spills_is_reported(target: GpuTarget) -> None:
+    resources = compiled(target, SPILLING).kernels["spilling"]
+    assert resources.spills > 50 and resources.stack > 50
+
+
+@pytest.mark.parametrize("target", [CUDA[1], ROCM[3]], ids=str)
+def test_the_same_source_gives_the_same_bytes(target: GpuTarget) -> None:
+    again = compiled.__wrapped__(target)
+    assert again == compiled(target)
+
+
+def test_ptx_is_made_for_architectures_to_come() -> None:
+    binary = compile_cuda(EVERYTHING, CUDA[0], output="ptx")
+    assert b".target sm_80" in binary.code and b"ld.global.nc.v4" in binary.code
+    assert (binary.format, binary.kernels) == ("ptx", {})
+
+
+@pytest.mark.parametrize("target", [CUDA[0], ROCM[0]], ids=str)
+def test_a_refused_source_gives_the_compiler_s_message(target: GpuTarget) -> None:
+    with pytest.raises(ValueError, match="undeclared_name"):
+        compiled(target, '#include "prelude.h"\nDEVICE_FUNCTION int f() { return undeclared_name; }\n')
+
+
+def test_what_nvcc_prints_is_understood() -> None:
+    log = """ptxas info    : 24 bytes gmem
+ptxas info    : Compiling entry function 'a' for 'sm_90'
+ptxas info    : Function properties for a
+    64 bytes stack frame, 48 bytes spill stores, 60 bytes spill loads
+ptxas info    : Used 24 registers, used 0 barriers, 32 bytes cumulative stack size
+ptxas info    : Compile time = 65.320 ms
+ptxas info    : Compiling entry function 'b' for 'sm_90'
+ptxas info    : Function properties for b
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 19 registers, used 1 barriers, 1024 bytes smem, 380 bytes cmem[0]
+"""
+    assert cuda_toolchain.resources(log) == {
+        "a": KernelResources(24, 48, 64, 0),
+        "b": KernelResources(19, 0, 0, 1024),
+    }
+    with pytest.raises(ValueError, match="no resources of a"):
+        cuda_toolchain.resources(log.split("ptxas info    : Used", maxsplit=1)[0])
+
+
+def test_without_a_toolchain_the_user_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        cuda_toolchain, "_candidates", lambda: iter([cuda_toolchain.Nvrtc("libmissing.so.0")])
+    )
+    with pytest.raises(ZllmcError, match=r"cuda:sm_90 needs NVRTC.*pip install nvidia-cuda-nvrtc"):
+        find_cuda_compiler.__wrapped__(CUDA[1])
+    monkeypatch.setattr(rocm_toolchain, "_candidates", lambda: iter(()))
+    with pytest.raises(ZllmcError, match=r"clang 18.*pip install ziglang"):
+        find_hip_compiler.__wrapped__()
+
+
+def fake_clang(folder: Path, version: int, targets: str, linker: str) -> Clang:
+    program = folder / f"clang-{version}"
+    program.write_text(f"""#!/bin/sh
+case "$1" in
+--version) echo "Some clang version {version}.1.0" ;;
+--print-targets) echo "{targets}" ;;
+--print-prog-name=lld) echo "{linker}" ;;
+esac
+""")
+    program.chmod(0o755)
+    return Clang((str(program),))
+
+
+def test_a_clang_that_is_old_or_has_no_amd_back_end_or_linker_is_passed_over(tmp_path: Path) -> None:
+    assert fake_clang(tmp_path, 19, "amdgcn", "/usr/lib/llvm-19/bin/lld").usable()
+    assert not fake_clang(tmp_path, 17, "amdgcn", "/usr/lib/llvm-17/bin/lld").usable()
+    assert not fake_clang(tmp_path, 20, "x86-64", "/usr/lib/llvm-20/bin/lld").usable()
+    assert not fake_clang(tmp_path, 21, "amdgcn", "lld").usable()

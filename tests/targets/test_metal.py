@@ -1,0 +1,125 @@
+"""Metal sources, as far as they can be checked without a Mac."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zllmc.codegen.gpu_toolchain import prelude, with_prelude
+from zllmc.codegen.metal_check import check_metal
+from zllmc.targets import metal
+
+METAL = metal.TARGETS["apple9"]
+MSL = """#include "prelude.h"
+[[max_total_threads_per_threadgroup(256)]]
+kernel void first(device const int* control [[buffer(0)]], device const uchar* x [[buffer(1)]],
+                  device float* y [[buffer(2)]], uint thread_position [[thread_position_in_threadgroup]],
+                  uint3 block_position [[threadgroup_position_in_grid]]) {
+    threadgroup float values[16][256], other[8];  // a comment may name int* pointers
+    threadgroup half halves[32];
+    device const uint4* p = reinterpret_cast<device const uint4*>(x);
+    const float product = float(x[0]) * values[0][thread_position];
+}
+kernel void second(device float* y [[buffer(0)]]) { y[0] = 1.0f; }
+"""
+
+
+def test_metal_sources_are_measured() -> None:
+    shared = {name: resources.shared_memory for name, resources in check_metal(MSL, METAL).items()}
+    assert shared == {"first": 4 * (16 * 256 + 8) + 2 * 32, "second": 0}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("values[16][256]", "values[33][256]", r"first has 33\d+ bytes of threadgroup memory.*32768"),
+        ("values[16][256]", "values[rows]", r"no number: `values\[rows\]`"),
+        ("[[buffer(2)]]", "".join(f"[[buffer({i})]]" for i in range(2, 32)), "first has 32 buffers.*31"),
+        ("threadgroup(256)", "threadgroup(2048)", "first has 2048 threads.*1024"),
+        ("device const uint4* p", "const uint4* p", "`const uint4\\*` in line 8 has no address space"),
+        ("<device const uint4*>", "<const uint4*>", "line 8 has no address space"),
+        ("device float* y [[buffer(0)]]", "float& y [[buffer(0)]]", "line 11 has no address space"),
+    ],
+)
+def test_metal_sources_beyond_the_limits_are_refused(old: str, new: str, message: str) -> None:
+    assert old in MSL
+    with pytest.raises(ValueError, match=message):
+        check_metal(MSL.replace(old, new), METAL)
+
+
+def test_metal_sources_carry_their_prelude_as_text() -> None:
+    text = with_prelude(MSL, "metal")
+    assert "prelude.h" not in text and text.startswith(prelude("metal"))
+    assert set(check_metal(text, METAL)) == {"first", "second"}
+    with pytest.raises(ValueError, match="begin with"):
+        with_prelude("kernel void f() {}", "metal")
+
+
+# Enough of Metal's library, over clang's vectors and address spaces, to check the types of the prelude.
+LIBRARY = r"""
+#define device __attribute__((address_space(1)))
+#define constant const __attribute__((address_space(2)))
+#define threadgroup __attribute__((address_space(3)))
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned uint;
+typedef _Float16 half;
+typedef signed char char4 __attribute__((ext_vector_type(4)));
+typedef int int4 __attribute__((ext_vector_type(4)));
+typedef uint uint2 __attribute__((ext_vector_type(2)));
+typedef uint uint4 __attribute__((ext_vector_type(4)));
+#define int4(v) __builtin_convertvector(v, int4)
+#define uint2(...) (uint2{__VA_ARGS__})
+#define uint4(...) (uint4{__VA_ARGS__})
+template <typename T, typename U> T as_type(U v) { return __builtin_bit_cast(T, v); }
+namespace metal {
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+void threadgroup_barrier(mem_flags);
+template <typename T> T simd_shuffle(T, ushort);
+template <typename T> T simd_shuffle_xor(T, ushort);
+template <typename T> T simd_sum(T);
+template <typename T> T simd_max(T);
+template <typename T> T min(T, T);
+template <typename T> T max(T, T);
+float fma(float, float, float);
+float fmin(float, float);
+float fmax(float, float);
+float fabs(float);
+namespace precise {
+float exp(float);
+float log(float);
+float sqrt(float);
+float rsqrt(float);
+float sin(float);
+float cos(float);
+float tanh(float);
+float pow(float, float);
+}
+}
+"""
+USE = """
+int use(device uchar* d, constant uchar* c, threadgroup uchar* t) {
+    uint4 a = load16(d);
+    store16(t, a + load16(c) + load16(static_cast<threadgroup const uchar*>(t)));
+    store16(d, make_uint4(a.x, 1, 2, 3) + load16(static_cast<device const uchar*>(d)));
+    uint2 b = load8(d) + load8(c) + load8(t) + make_uint2(1, 2);
+    barrier();
+    float f = half_to_float(float_to_half(as_float(b.x))) + subgroup_add(1.0f) + subgroup_max(2.0f);
+    f += subgroup_shuffle(f, 1) + subgroup_shuffle_xor(f, 2) + subgroup_shuffle(b.x, 1);
+    f += fexp(f) + flog(f) + fsqrt(f) + frsqrt(f) + fsin(f) + fcos(f) + ftanh(f) + fpow(f, f);
+    f += fmin_(f, 1) + fmax_(f, 2) + fabs_(f) + ffma(f, f, f);
+    return dot4(as_int(a.y), int(as_uint(f)), imin(1, imax(2, 3))) + subgroup_add(SUBGROUP);
+}
+"""
+
+
+def test_the_prelude_s_types_fit(tmp_path: Path) -> None:
+    if not os.environ.get("CI"):
+        pytest.importorskip("ziglang")
+    (tmp_path / "metal_stdlib").write_text(LIBRARY)
+    (tmp_path / "kernels.cpp").write_text(prelude("metal") + USE)
+    command = [sys.executable, "-m", "ziglang", "clang", "-std=c++17", "-fsyntax-only", "-I.", "kernels.cpp"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
