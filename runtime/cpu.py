@@ -17,6 +17,7 @@ import numpy as np
 import tvm_ffi_orcjit
 from numpy.typing import NDArray
 
+from zllmc.runtime.device import KernelError
 from zllmc.runtime.memory import Memory, allocate
 from zllmc.runtime.processors import physical_cores, processors, quota
 from zllmc.zllm_ir.errors import ZllmcError
@@ -51,10 +52,6 @@ _INTEGER, _POINTER = 1, 4  # TVMFFITypeIndex: kTVMFFIInt, kTVMFFIOpaquePtr
 # worth waiting for longer, since sleeping there costs a wake-up in the middle of a pass.
 _IDLE_SPINS, _BARRIER_SPINS = 8_000, 20_000
 _CROWDED_SPINS = 50  # more threads than processors: the one waited for needs this processor
-
-
-class KernelError(Exception):
-    """A kernel refused its arguments or failed: an error of the compiler, not of the user."""
 
 
 class CpuDevice:
@@ -212,15 +209,19 @@ class Recording:
         self._header["launches"] = len(table)
         self._header["table"] = table.ctypes.data
 
-    def rebind(self, buffer: int, memory: Memory, slot: int | None = None) -> None:
+    def rebind(self, buffer: int, memory: Memory | None, slot: int | None = None) -> None:
         """Points every argument in buffer number `buffer` to `memory`, from the next replay on: of the
-        launches of `slot`, or of those of none.
+        launches of `slot`, or of those of none. With None, forgets the memory; `limit` must leave `slot` out.
 
         Raises ValueError when an argument would lie outside `memory`.
         """
         if (buffer, slot) not in self._places:
             return
         indices, offsets = self._places[buffer, slot]
+        if memory is None:
+            self._arguments["value"][:, indices] = 0
+            self._buffers.pop((buffer, slot), None)
+            return
         if offsets.min() < 0 or offsets.max() >= memory.size:
             raise ValueError(
                 f"{self._entry.name}: a launch points {offsets.max()} bytes into buffer {buffer}, "

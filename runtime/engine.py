@@ -130,7 +130,8 @@ class Engine:
         self._bound = Session(self, states)  # whose state the recordings point to, but for that of batches
         self._spare: Session | None = self._bound
         self.max_batch = self._entries["batch"].max_tokens if "batch" in self._entries else 1
-        self._slots: list[Session | None] = [None] * self.max_batch  # whose state each slot points to
+        self._slots: list[Session | None] = [self._bound] * self.max_batch  # whose state a batch's point to
+        self._bind_slots(())
 
     @classmethod
     def open(cls, path: Path | str, *, threads: int | None = None) -> Engine:
@@ -220,23 +221,19 @@ class Engine:
         for session, token in zip(sessions, ids, strict=True):
             self._check(session, (token,))
         if count == 1:
+            self._bind_slots(())
             self._run(sessions[0], self._entries["decode"], ids, first_row=0)
             return self._logits[:1]
 
-        recording = self.recordings["batch"]
-        for slot, session in enumerate(sessions):
-            if session is not self._slots[slot]:
-                for number, memory in session.states.items():
-                    recording.rebind(number, memory, slot)
-                self._slots[slot] = session
+        self._bind_slots(sessions)
         cached = [len(session.tokens) for session in sessions]
         self._tokens[:count] = ids
         self._positions[:count] = cached
         self._set_control(0, count, 0, 0)
         for slot, length in enumerate(cached):
             self._set_control(1 + slot, 1, length, 0)
-        recording.limit(count)
-        recording.replay()
+        self.recordings["batch"].limit(count)
+        self.recordings["batch"].replay()
         for session, token in zip(sessions, ids, strict=True):
             session.tokens.append(int(token))
             session.ahead.clear()
@@ -267,6 +264,16 @@ class Engine:
         self.recordings[entry.name].replay()
         session.tokens.extend(int(i) for i in ids)
         session.ahead.clear()
+
+    def _bind_slots(self, sessions: Sequence[Session]) -> None:
+        """Point each slot to its session's state. One without a session lets go of the last one's memory."""
+        for slot, bound in enumerate(self._slots):
+            session = sessions[slot] if slot < len(sessions) else None
+            if session is not bound:
+                for number in self._state_numbers:
+                    memory = session.states[number] if session else None
+                    self.recordings["batch"].rebind(number, memory, slot)
+                self._slots[slot] = session
 
     def _set_control(self, block: int, tokens: int, cached: int, first_row: int) -> None:
         words = CONTROL_TOKENS, CONTROL_CACHED, CONTROL_FIRST_ROW

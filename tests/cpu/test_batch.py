@@ -1,5 +1,6 @@
 """Batches: several sessions in one pass, each as if it were alone."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -125,6 +126,16 @@ def test_batches_among_passes_of_single_sessions(engine: Engine) -> None:
     found = engine.decode_batch(together, [9] * len(together)).copy()
     expected = [engine.session().prefill(session.tokens).copy() for session in together]
     assert nmse(np.array(expected), found) < LIMIT
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_the_memory_of_a_session_that_is_gone_is_free_after_the_next_batch(engine: Engine, left: int) -> None:
+    together = sessions(engine, [3, 4, 5])
+    engine.decode_batch(together, [1, 2, 3])
+    memory = weakref.ref(next(iter(together[0].states.values())))
+    del together[0]
+    engine.decode_batch(together[:left], [1, 2][:left])
+    assert memory() is None
 
 
 def test_a_batch_forgets_what_was_computed_ahead(engine: Engine) -> None:
