@@ -40,12 +40,19 @@ class Launch(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `barrier`: all threads must have finished this launch before any starts the next. `slot`: of a batch, the
     sequence whose state buffers this launch is given.
+
+    On a GPU: kernel<<<grid, threads>>>(*args), where all arguments are pointers; `grid` is blocks in x and y,
+    `threads` those of a block. With `rows`, a block takes that many of the pass's T tokens, and the grid has
+    ceil(T / rows) blocks in y; `grid` is then the largest.
     """
 
     kernel: str
     args: tuple[Pointer | int, ...]
     barrier: bool = True
     slot: int | None = None
+    grid: tuple[int, int] = (1, 1)
+    threads: int = 0
+    rows: int = 0
 
 
 class EntryPoint(msgspec.Struct, frozen=True):

@@ -21,7 +21,8 @@ from tvm.script import tirx as T
 
 from zllmc.codegen.build_object import compile_object, llvm_target
 from zllmc.codegen.cpu_executor import executor_object
-from zllmc.runtime.cpu import CpuDevice, KernelError, Recording
+from zllmc.runtime.cpu import CpuDevice, Recording
+from zllmc.runtime.device import KernelError
 from zllmc.runtime.memory import Memory, allocate
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.plan import EntryPoint, Launch, Pointer

@@ -1,0 +1,191 @@
+// The vocabulary of generated kernels, for the emulated GPU: what `prelude.h` of each dialect gives on a device.
+//
+// No system headers: this is compiled again for every set of kernels.
+#pragma once
+#include "executor.h"
+
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef SimtIndex uint3;
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+#if defined(ZLLMC_METAL)
+#define kernel extern "C"
+#define device
+#define constant const
+#define threadgroup  // but for the arrays, whose declarations are rewritten before they get here
+#elif defined(ZLLMC_CUDA) || defined(ZLLMC_HIP)
+#define __global__
+#define __device__
+#define __constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define threadIdx simt_thread()
+#define blockIdx simt_block()
+#endif
+
+#define DEVICE_FUNCTION static inline
+#define SIMT_LINE int line = __builtin_LINE()
+#define INFINITY __builtin_inff()
+
+// -- bits ---------------------------------------------------------------------------------------------------
+
+template <class To, class From>
+inline To simt_bits(From value) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  To result;
+  __builtin_memcpy(&result, &value, sizeof result);
+  return result;
+}
+
+inline float as_float(unsigned bits) { return simt_bits<float>(bits); }
+inline unsigned as_uint(float value) { return simt_bits<unsigned>(value); }
+inline int as_int(unsigned bits) { return int(bits); }
+
+inline float half_to_float(unsigned short half) {
+  const unsigned sign = (half & 0x8000u) << 16, rest = half & 0x7fffu;
+  if (rest >= 0x7c00u) return as_float(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
+  // The exponent's bias goes from 15 to 127 by a multiplication, which also normalizes what is subnormal.
+  return as_float(sign | as_uint(as_float(rest << 13) * 0x1p112f));
+}
+
+inline unsigned short float_to_half(float value) {
+  const unsigned bits = as_uint(value), sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
+  if (rest > 0x7f800000u) return sign | 0x7e00u;
+  if (rest >= 0x477ff000u) return sign | 0x7c00u;  // rounds to 65536 or more
+  if (rest < 0x38800000u)  // subnormal: the sum's last bit weighs 2^-24, so that the addition rounds
+    return sign | (as_uint(as_float(rest) + 0.5f) - 0x3f000000u);
+  return sign | ((rest + 0xfffu + (rest >> 13 & 1u) - 0x38000000u) >> 13);
+}
+
+// -- memory -------------------------------------------------------------------------------------------------
+
+template <class Vector>
+inline Vector simt_load(const uchar* from, int line) {
+  if ((unsigned long)from % sizeof(Vector)) simt_fail("a vector load is misaligned", line);
+  return *reinterpret_cast<const Vector*>(from);
+}
+
+inline uint4 load16(const uchar* from, SIMT_LINE) { return simt_load<uint4>(from, line); }
+inline uint2 load8(const uchar* from, SIMT_LINE) { return simt_load<uint2>(from, line); }
+inline void store16(uchar* to, uint4 value, SIMT_LINE) {
+  if ((unsigned long)to % 16) simt_fail("a vector store is misaligned", line);
+  *reinterpret_cast<uint4*>(to) = value;
+}
+
+// -- arithmetic ---------------------------------------------------------------------------------------------
+
+inline int dot4(int a, int b, int c) {
+  for (int shift = 0; shift < 32; shift += 8) c += (signed char)(a >> shift) * (signed char)(b >> shift);
+  return c;
+}
+
+inline float fexp(float x) { return __builtin_expf(x); }
+inline float flog(float x) { return __builtin_logf(x); }
+inline float fsqrt(float x) { return __builtin_sqrtf(x); }
+inline float frsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }
+inline float fsin(float x) { return __builtin_sinf(x); }
+inline float fcos(float x) { return __builtin_cosf(x); }
+inline float ftanh(float x) { return __builtin_tanhf(x); }
+inline float fpow(float x, float y) { return __builtin_powf(x, y); }
+inline float frint(float x) { return __builtin_rintf(x); }
+inline float ffma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline double dfma(double a, double b, double c) { return __builtin_fma(a, b, c); }
+inline double drint(double x) { return __builtin_rint(x); }
+inline float fabs_(float x) { return __builtin_fabsf(x); }
+// A device may drop the NaN of an operand; here it stays, so that a value read from poisoned memory shows.
+inline float fmin_(float a, float b) { return a != a || a < b ? a : b; }
+inline float fmax_(float a, float b) { return a != a || a > b ? a : b; }
+inline int imin(int a, int b) { return a < b ? a : b; }
+inline int imax(int a, int b) { return a > b ? a : b; }
+
+// -- threads ------------------------------------------------------------------------------------------------
+
+inline void barrier(SIMT_LINE) { simt_meet(SIMT_BLOCK, line, nullptr, nullptr); }
+inline void unit_sync(SIMT_LINE) { simt_meet(SIMT_UNIT, line, nullptr, nullptr); }
+
+struct SimtAdd {
+  template <class T>
+  static T of(T a, T b) { return a + b; }
+};
+struct SimtMax {
+  template <class T>
+  static T of(T a, T b) { return a != a || a > b ? a : b; }
+};
+
+// Adds in the order of a butterfly, as the devices do: first the lanes that are half a group apart.
+template <int lanes, class Operation, class T>
+void simt_reduce(void* const* operands) {
+  T values[lanes];
+  for (int lane = 0; lane < lanes; ++lane) values[lane] = *static_cast<T*>(operands[lane]);
+  for (int apart = lanes / 2; apart; apart /= 2)
+    for (int lane = 0; lane < apart; ++lane) values[lane] = Operation::of(values[lane], values[lane + apart]);
+  for (int lane = 0; lane < lanes; ++lane) *static_cast<T*>(operands[lane]) = values[0];
+}
+
+template <class T>
+struct SimtShuffle {
+  T value;
+  unsigned lane;  // to read
+};
+
+template <int lanes, class T>
+void simt_exchange(void* const* operands) {
+  T values[lanes];
+  for (int lane = 0; lane < lanes; ++lane) values[lane] = static_cast<SimtShuffle<T>*>(operands[lane])->value;
+  for (int lane = 0; lane < lanes; ++lane) {
+    auto* operand = static_cast<SimtShuffle<T>*>(operands[lane]);
+    operand->value = values[operand->lane];
+  }
+}
+
+template <SimtScope scope, int lanes, class T>
+inline T simt_shuffle(T value, unsigned lane, int line) {
+  if (lane >= lanes) simt_fail("a shuffle reads a lane that does not exist", line);
+  SimtShuffle<T> operand = {value, lane};
+  simt_meet(scope, line, &operand, simt_exchange<lanes, T>);
+  return operand.value;
+}
+
+// A unit is 32 neighbouring lanes: a subgroup, or half of one of 64 whose halves may take different ways.
+#define SIMT_GROUP(name, scope, lanes)                                                              \
+  inline float name##_add(float value, SIMT_LINE) {                                                 \
+    simt_meet(scope, line, &value, simt_reduce<lanes, SimtAdd, float>);                             \
+    return value;                                                                                   \
+  }                                                                                                 \
+  inline int name##_add(int value, SIMT_LINE) {                                                     \
+    simt_meet(scope, line, &value, simt_reduce<lanes, SimtAdd, int>);                               \
+    return value;                                                                                   \
+  }                                                                                                 \
+  inline float name##_max(float value, SIMT_LINE) {                                                 \
+    simt_meet(scope, line, &value, simt_reduce<lanes, SimtMax, float>);                             \
+    return value;                                                                                   \
+  }                                                                                                 \
+  inline int name##_max(int value, SIMT_LINE) {                                                     \
+    simt_meet(scope, line, &value, simt_reduce<lanes, SimtMax, int>);                               \
+    return value;                                                                                   \
+  }                                                                                                 \
+  template <class T>                                                                                \
+  inline T name##_shuffle(T value, int lane, SIMT_LINE) {                                           \
+    return simt_shuffle<scope, lanes>(value, lane, line);                                           \
+  }                                                                                                 \
+  template <class T>                                                                                \
+  inline T name##_shuffle_xor(T value, int mask, SIMT_LINE) {                                       \
+    return simt_shuffle<scope, lanes>(value, simt_thread().x % lanes ^ mask, line);                 \
+  }
+
+SIMT_GROUP(subgroup, SIMT_SUBGROUP, SUBGROUP)
+SIMT_GROUP(unit, SIMT_UNIT, 32)
+
+// -- matrix units -------------------------------------------------------------------------------------------
+//
+// An instruction is a `complete` like those above: the operand of a lane is its fragments, and the tables that
+// say which element of a matrix each register of each lane holds turn fragments into matrices and back.

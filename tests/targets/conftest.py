@@ -1,0 +1,29 @@
+"""Emulated GPUs for the tests of this folder."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simt_kernels import source
+from zllmc.runtime.emulator import EmulatedDevice
+
+
+@pytest.fixture(scope="session")
+def emulator_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where compiled kernels are kept until the tests have run."""
+    return tmp_path_factory.mktemp("emulator")
+
+
+@pytest.fixture(scope="session")
+def open_device(emulator_cache: Path) -> Callable[..., EmulatedDevice]:
+    """`open_device("metal", 64, reverse=True)`: a device with all of `simt_kernels`, or with a `text`."""
+
+    def open_device(
+        dialect: Any = "cuda", subgroup: int = 32, text: str | None = None, **options: Any
+    ) -> EmulatedDevice:
+        sources = {f"all.{dialect}": text or source(dialect)}
+        return EmulatedDevice(sources, dialect, subgroup, cache=emulator_cache, **options)
+
+    return open_device
