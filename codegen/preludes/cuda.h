@@ -1,31 +1,35 @@
 // What generated kernels are written in, for CUDA: nvcc or NVRTC, without any other header.
 //
-// load and store take addresses aligned to their size. `barrier` orders shared memory. Subgroup functions are
-// called by all lanes together. Float functions are CUDA's accurate ones: within 2 ulp (fpow 4), and half
-// conversions round to nearest even.
+// load and store take addresses aligned to their size. `barrier` orders shared memory. A unit is 32 neighbouring
+// lanes, here a whole subgroup; unit and subgroup functions are called by all of its lanes together. Float
+// functions are CUDA's accurate ones: within 2 ulp (fpow 4), and half conversions round to nearest even.
 #define SUBGROUP 32
 #define DEVICE_FUNCTION static __device__ __forceinline__
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
 
 DEVICE_FUNCTION void barrier() { __syncthreads(); }
+DEVICE_FUNCTION void unit_sync() { __syncwarp(); }
 
-DEVICE_FUNCTION float subgroup_shuffle(float v, int lane) { return __shfl_sync(~0u, v, lane); }
-DEVICE_FUNCTION int subgroup_shuffle(int v, int lane) { return __shfl_sync(~0u, v, lane); }
-DEVICE_FUNCTION unsigned subgroup_shuffle(unsigned v, int lane) { return __shfl_sync(~0u, v, lane); }
-DEVICE_FUNCTION float subgroup_shuffle_xor(float v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
-DEVICE_FUNCTION int subgroup_shuffle_xor(int v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
-DEVICE_FUNCTION unsigned subgroup_shuffle_xor(unsigned v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
-
-DEVICE_FUNCTION int subgroup_add(int v) { return __reduce_add_sync(~0u, v); }
-DEVICE_FUNCTION float subgroup_add(float v) {
+template <class T> DEVICE_FUNCTION T unit_shuffle(T v, int lane) { return __shfl_sync(~0u, v, lane); }
+template <class T> DEVICE_FUNCTION T unit_shuffle_xor(T v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
+DEVICE_FUNCTION int unit_add(int v) { return __reduce_add_sync(~0u, v); }
+DEVICE_FUNCTION int unit_max(int v) { return __reduce_max_sync(~0u, v); }
+DEVICE_FUNCTION float unit_add(float v) {
 #pragma unroll
-    for (int mask = SUBGROUP / 2; mask; mask /= 2) v += subgroup_shuffle_xor(v, mask);
+    for (int mask = 16; mask; mask /= 2) v += unit_shuffle_xor(v, mask);
     return v;
 }
-DEVICE_FUNCTION float subgroup_max(float v) {
+DEVICE_FUNCTION float unit_max(float v) {
 #pragma unroll
-    for (int mask = SUBGROUP / 2; mask; mask /= 2) v = fmaxf(v, subgroup_shuffle_xor(v, mask));
+    for (int mask = 16; mask; mask /= 2) v = fmaxf(v, unit_shuffle_xor(v, mask));
     return v;
 }
+#define subgroup_shuffle unit_shuffle
+#define subgroup_shuffle_xor unit_shuffle_xor
+#define subgroup_add unit_add
+#define subgroup_max unit_max
 
 // c + the four products of the signed bytes of a and b
 DEVICE_FUNCTION int dot4(int a, int b, int c) { return __dp4a(a, b, c); }
@@ -57,7 +61,10 @@ DEVICE_FUNCTION float fsin(float x) { return sinf(x); }
 DEVICE_FUNCTION float fcos(float x) { return cosf(x); }
 DEVICE_FUNCTION float ftanh(float x) { return tanhf(x); }
 DEVICE_FUNCTION float fpow(float x, float y) { return powf(x, y); }
+DEVICE_FUNCTION float frint(float x) { return rintf(x); }
 DEVICE_FUNCTION float ffma(float a, float b, float c) { return fmaf(a, b, c); }
+DEVICE_FUNCTION double drint(double x) { return rint(x); }
+DEVICE_FUNCTION double dfma(double a, double b, double c) { return fma(a, b, c); }
 DEVICE_FUNCTION float fmin_(float a, float b) { return fminf(a, b); }
 DEVICE_FUNCTION float fmax_(float a, float b) { return fmaxf(a, b); }
 DEVICE_FUNCTION float fabs_(float x) { return fabsf(x); }

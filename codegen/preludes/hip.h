@@ -1,7 +1,8 @@
 // What generated kernels are written in, for AMD GPUs: clang's HIP mode, without any other header or library.
 //
-// load and store take addresses aligned to their size. `barrier` orders shared memory. Subgroup functions are
-// called by all lanes together. Half conversions round to nearest even. Float functions are within 1 ulp
+// load and store take addresses aligned to their size. `barrier` orders shared memory. A unit is 32 neighbouring
+// lanes: a subgroup, or half of one of 64 whose halves may take different ways. Unit and subgroup functions are
+// called by all of its lanes together. Half conversions round to nearest even. Float functions are within 1 ulp
 // where nothing else is said.
 #if defined(__gfx90a__) || defined(__gfx942__)
 #define SUBGROUP 64
@@ -15,6 +16,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(threads) __attribute__((amdgpu_flat_work_group_size(1, threads)))
 #define DEVICE_FUNCTION static __device__ __forceinline__
+#define INFINITY __builtin_inff()
 
 struct Index3 {
     unsigned x, y, z;
@@ -66,85 +68,92 @@ DEVICE_FUNCTION void barrier() {
     SHARED_FENCE(__ATOMIC_ACQUIRE);
 }
 
-// Any pattern within a subgroup goes through the shared memory unit's crossbar.
-DEVICE_FUNCTION int subgroup_shuffle(int v, int lane) { return __builtin_amdgcn_ds_bpermute(4 * lane, v); }
-DEVICE_FUNCTION unsigned subgroup_shuffle(unsigned v, int lane) {
-    return static_cast<unsigned>(subgroup_shuffle(static_cast<int>(v), lane));
-}
-DEVICE_FUNCTION float subgroup_shuffle(float v, int lane) {
-    return __builtin_bit_cast(float, subgroup_shuffle(__builtin_bit_cast(int, v), lane));
-}
-
-// Patterns within a row of 16 lanes are free operand modifiers (DPP). Lanes of rows that are not in the mask
-// get `otherwise`.
-#define DPP_XOR1 0xb1  // quad_perm 1 0 3 2
-#define DPP_XOR2 0x4e  // quad_perm 2 3 0 1
-#define DPP_XOR3 0x1b  // quad_perm 3 2 1 0
-#define DPP_XOR7 0x141  // row_half_mirror
-#define DPP_XOR15 0x140  // row_mirror
-#define DPP_BROADCAST15 0x142  // the last lane of a row to the next row; before gfx10
-#define DPP_BROADCAST31 0x143  // lane 31 to the upper two rows; before gfx10
-template <int pattern, int rows = 0xf> DEVICE_FUNCTION int dpp(int v, int otherwise = 0) {
-    return __builtin_amdgcn_update_dpp(otherwise, v, pattern, rows, 0xf, false);
-}
-template <int pattern, int rows = 0xf> DEVICE_FUNCTION float dpp(float v, float otherwise = 0) {
-    return __builtin_bit_cast(
-        float, dpp<pattern, rows>(__builtin_bit_cast(int, v), __builtin_bit_cast(int, otherwise)));
+// The lanes of a wave run in step, and its accesses to shared memory in order: only the compiler must keep them.
+DEVICE_FUNCTION void unit_sync() {
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront");
+    __builtin_amdgcn_wave_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
 }
 
 DEVICE_FUNCTION int subgroup_lane() {
     const unsigned low = __builtin_amdgcn_mbcnt_lo(~0u, 0);
     return static_cast<int>(SUBGROUP == 32 ? low : __builtin_amdgcn_mbcnt_hi(~0u, low));
 }
-DEVICE_FUNCTION int subgroup_shuffle_xor(int v, int mask) {
+
+// Any pattern goes through the crossbar of the shared memory unit.
+template <class T> DEVICE_FUNCTION T subgroup_shuffle(T v, int lane) {
+    return __builtin_bit_cast(T, __builtin_amdgcn_ds_bpermute(4 * lane, __builtin_bit_cast(int, v)));
+}
+template <class T> DEVICE_FUNCTION T unit_shuffle(T v, int lane) {
+    return subgroup_shuffle(v, SUBGROUP == 32 ? lane : (subgroup_lane() & 32) | lane);
+}
+
+// Some patterns within a row of 16 lanes are modifiers of an operand (DPP), which cost nothing.
+#define DPP_XOR1 0xb1       // quad_perm 1 0 3 2
+#define DPP_XOR2 0x4e       // quad_perm 2 3 0 1
+#define DPP_XOR3 0x1b       // quad_perm 3 2 1 0
+#define DPP_XOR7 0x141      // row_half_mirror
+#define DPP_XOR15 0x140     // row_mirror
+#define DPP_ROTATE(n) (0x120 | n)  // row_ror: lane i gets what lane i - n mod 16 has
+template <int pattern, class T> DEVICE_FUNCTION T dpp(T v) {
+    return __builtin_bit_cast(T, __builtin_amdgcn_mov_dpp(__builtin_bit_cast(int, v), pattern, 0xf, 0xf, true));
+}
+template <class T> DEVICE_FUNCTION T other_row(T v) {
+    const int bits = __builtin_bit_cast(int, v);
+#if SUBGROUP == 32
+    return __builtin_bit_cast(T, __builtin_amdgcn_permlanex16(bits, bits, 0x76543210, 0xfedcba98, false, false));
+#else
+    return __builtin_bit_cast(T, __builtin_amdgcn_ds_swizzle(bits, 0x401f));  // lane ^ 16
+#endif
+}
+template <class T> DEVICE_FUNCTION T subgroup_shuffle_xor(T v, int mask) {
     switch (mask) {  // a constant, as a rule
         case 1: return dpp<DPP_XOR1>(v);
         case 2: return dpp<DPP_XOR2>(v);
         case 3: return dpp<DPP_XOR3>(v);
         case 7: return dpp<DPP_XOR7>(v);
+        case 8: return dpp<DPP_ROTATE(8)>(v);
         case 15: return dpp<DPP_XOR15>(v);
+        case 16: return other_row(v);
         default: return subgroup_shuffle(v, subgroup_lane() ^ mask);
     }
 }
-DEVICE_FUNCTION unsigned subgroup_shuffle_xor(unsigned v, int mask) {
-    return static_cast<unsigned>(subgroup_shuffle_xor(static_cast<int>(v), mask));
-}
-DEVICE_FUNCTION float subgroup_shuffle_xor(float v, int mask) {
-    return __builtin_bit_cast(float, subgroup_shuffle_xor(__builtin_bit_cast(int, v), mask));
-}
+template <class T> DEVICE_FUNCTION T unit_shuffle_xor(T v, int mask) { return subgroup_shuffle_xor(v, mask); }
 
-// Reduces each row of 16 lanes, then the rows; every lane gets the result. `zero` changes nothing.
-template <typename T, typename Operation> DEVICE_FUNCTION T subgroup_reduce(T v, T zero, Operation operation) {
-    v = operation(v, dpp<DPP_XOR1>(v));
-    v = operation(v, dpp<DPP_XOR2>(v));
-    v = operation(v, dpp<DPP_XOR7>(v));
-    v = operation(v, dpp<DPP_XOR15>(v));
-#if SUBGROUP == 32
-    const int bits = __builtin_bit_cast(int, v);
-    const int other_row = __builtin_amdgcn_permlanex16(bits, bits, 0x76543210, 0xfedcba98, false, false);
-    return operation(v, __builtin_bit_cast(T, other_row));
-#else
-    v = operation(v, dpp<DPP_BROADCAST15, 0xa>(v, zero));
-    v = operation(v, dpp<DPP_BROADCAST31, 0xc>(v, zero));
-    return __builtin_bit_cast(T, __builtin_amdgcn_readlane(__builtin_bit_cast(int, v), 63));
-#endif
+// Combines first what is half a unit apart, then a quarter, and so on; every lane gets the same result.
+// Once lanes 8 apart agree, a rotation by 4 is as good as lane ^ 4.
+template <class T, class Operation> DEVICE_FUNCTION T unit_reduce(T v, Operation operation) {
+    v = operation(v, other_row(v));
+    v = operation(v, dpp<DPP_ROTATE(8)>(v));
+    v = operation(v, dpp<DPP_ROTATE(4)>(v));
+    v = operation(v, dpp<DPP_ROTATE(2)>(v));
+    return operation(v, dpp<DPP_ROTATE(1)>(v));
 }
-DEVICE_FUNCTION int subgroup_add(int v) {
-    return subgroup_reduce(v, 0, [](int a, int b) { return a + b; });
+template <class T, class Operation> DEVICE_FUNCTION T subgroup_reduce(T v, Operation operation) {
+    if (SUBGROUP == 64) v = operation(v, subgroup_shuffle_xor(v, 32));
+    return unit_reduce(v, operation);
 }
-DEVICE_FUNCTION float subgroup_add(float v) {
-    return subgroup_reduce(v, 0.0f, [](float a, float b) { return a + b; });
-}
-DEVICE_FUNCTION float subgroup_max(float v) {
-    return subgroup_reduce(v, -__builtin_inff(), [](float a, float b) { return __builtin_fmaxf(a, b); });
-}
+struct Add {
+    template <class T> __device__ T operator()(T a, T b) const { return a + b; }
+};
+struct Max {
+    __device__ int operator()(int a, int b) const { return a > b ? a : b; }
+    __device__ float operator()(float a, float b) const { return __builtin_fmaxf(a, b); }
+};
+template <class T> DEVICE_FUNCTION T unit_add(T v) { return unit_reduce(v, Add{}); }
+template <class T> DEVICE_FUNCTION T unit_max(T v) { return unit_reduce(v, Max{}); }
+template <class T> DEVICE_FUNCTION T subgroup_add(T v) { return subgroup_reduce(v, Add{}); }
+template <class T> DEVICE_FUNCTION T subgroup_max(T v) { return subgroup_reduce(v, Max{}); }
 
 // LLVM expands these accurately without a library: exp and log around v_exp_f32 and v_log_f32 with the
 // argument's rounding error carried along, the square root correctly rounded.
 DEVICE_FUNCTION float fexp(float x) { return __builtin_expf(x); }
 DEVICE_FUNCTION float flog(float x) { return __builtin_logf(x); }
 DEVICE_FUNCTION float fsqrt(float x) { return __builtin_sqrtf(x); }
+DEVICE_FUNCTION float frint(float x) { return __builtin_rintf(x); }
 DEVICE_FUNCTION float ffma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+DEVICE_FUNCTION double drint(double x) { return __builtin_rint(x); }
+DEVICE_FUNCTION double dfma(double a, double b, double c) { return __builtin_fma(a, b, c); }
 DEVICE_FUNCTION float fmin_(float a, float b) { return __builtin_fminf(a, b); }
 DEVICE_FUNCTION float fmax_(float a, float b) { return __builtin_fmaxf(a, b); }
 DEVICE_FUNCTION float fabs_(float x) { return __builtin_fabsf(x); }

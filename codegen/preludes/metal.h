@@ -1,8 +1,9 @@
 // What generated kernels are written in, for the Metal shading language (3.0 and newer).
 //
-// load and store take addresses aligned to their size. `barrier` orders threadgroup memory. Subgroup functions
-// are called by all lanes together. Float functions are the precise ones: within 5 ulp (fpow 16); half
-// conversions round to nearest even. Compile with fast math off: masks are infinities.
+// load and store take addresses aligned to their size. `barrier` orders threadgroup memory. A unit is 32
+// neighbouring lanes, here a whole subgroup; unit and subgroup functions are called by all of its lanes together.
+// Float functions are the precise ones: within 5 ulp (fpow 16); half conversions round to nearest even. There
+// are no doubles. Compile with fast math off: masks are infinities.
 #include <metal_stdlib>
 using namespace metal;
 
@@ -10,17 +11,16 @@ using namespace metal;
 #define DEVICE_FUNCTION static inline __attribute__((always_inline))
 
 DEVICE_FUNCTION void barrier() { threadgroup_barrier(mem_flags::mem_threadgroup); }
+DEVICE_FUNCTION void unit_sync() { simdgroup_barrier(mem_flags::mem_threadgroup); }
 
-DEVICE_FUNCTION float subgroup_shuffle(float v, int lane) { return simd_shuffle(v, ushort(lane)); }
-DEVICE_FUNCTION int subgroup_shuffle(int v, int lane) { return simd_shuffle(v, ushort(lane)); }
-DEVICE_FUNCTION uint subgroup_shuffle(uint v, int lane) { return simd_shuffle(v, ushort(lane)); }
-DEVICE_FUNCTION float subgroup_shuffle_xor(float v, int mask) { return simd_shuffle_xor(v, ushort(mask)); }
-DEVICE_FUNCTION int subgroup_shuffle_xor(int v, int mask) { return simd_shuffle_xor(v, ushort(mask)); }
-DEVICE_FUNCTION uint subgroup_shuffle_xor(uint v, int mask) { return simd_shuffle_xor(v, ushort(mask)); }
-
-DEVICE_FUNCTION int subgroup_add(int v) { return simd_sum(v); }
-DEVICE_FUNCTION float subgroup_add(float v) { return simd_sum(v); }
-DEVICE_FUNCTION float subgroup_max(float v) { return simd_max(v); }
+template <class T> DEVICE_FUNCTION T unit_shuffle(T v, int lane) { return simd_shuffle(v, ushort(lane)); }
+template <class T> DEVICE_FUNCTION T unit_shuffle_xor(T v, int mask) { return simd_shuffle_xor(v, ushort(mask)); }
+template <class T> DEVICE_FUNCTION T unit_add(T v) { return simd_sum(v); }
+template <class T> DEVICE_FUNCTION T unit_max(T v) { return simd_max(v); }
+#define subgroup_shuffle unit_shuffle
+#define subgroup_shuffle_xor unit_shuffle_xor
+#define subgroup_add unit_add
+#define subgroup_max unit_max
 
 // c + the four products of the signed bytes of a and b
 DEVICE_FUNCTION int dot4(int a, int b, int c) {
@@ -55,6 +55,7 @@ DEVICE_FUNCTION float fsin(float x) { return precise::sin(x); }
 DEVICE_FUNCTION float fcos(float x) { return precise::cos(x); }
 DEVICE_FUNCTION float ftanh(float x) { return precise::tanh(x); }
 DEVICE_FUNCTION float fpow(float x, float y) { return precise::pow(x, y); }
+DEVICE_FUNCTION float frint(float x) { return rint(x); }
 DEVICE_FUNCTION float ffma(float a, float b, float c) { return fma(a, b, c); }
 DEVICE_FUNCTION float fmin_(float a, float b) { return fmin(a, b); }
 DEVICE_FUNCTION float fmax_(float a, float b) { return fmax(a, b); }

@@ -51,15 +51,21 @@ everything(const int* __restrict__ control, const unsigned char* __restrict__ x,
     f += subgroup_add(f) + subgroup_max(f) + subgroup_add(d) + subgroup_shuffle(f, 3) + float_to_half(f);
     f += subgroup_shuffle(d, thread % 7) + subgroup_shuffle(as_uint(f), 2);
     f += subgroup_shuffle_xor(f, SUBGROUP / 2) + subgroup_shuffle_xor(d, 1);
-    f += subgroup_shuffle_xor(as_uint(f), 5);
+    f += subgroup_shuffle_xor(as_uint(f), 5) + subgroup_max(d);
+    f += unit_add(f) + unit_max(f) + unit_add(d) + unit_max(d);
+    f += unit_shuffle(f, 31) + unit_shuffle_xor(d, 16);
+    values[thread] = fmin_(f, INFINITY);
+    unit_sync();
+    f += values[thread ^ 1];
     y[block_x * 256 + thread] = f + make_uint2(a.x, b.y).y;
 }
 extern "C" __global__ void __launch_bounds__(64)
 math(const float* __restrict__ x, float* __restrict__ y) {
     const float v = x[threadIdx.x];
-    float r[12] = {fexp(v), flog(v), fsqrt(v), frsqrt(v), fsin(v), fcos(v), ftanh(v), fpow(v, x[64]),
-                   fmin_(v, 1.0f), fmax_(v, 2.0f), fabs_(v), ffma(v, v, v)};
-    for (int i = 0; i < 12; i++) y[threadIdx.x * 12 + i] = r[i];
+    float r[14] = {fexp(v), flog(v), fsqrt(v), frsqrt(v), fsin(v), fcos(v), ftanh(v), fpow(v, x[64]),
+                   fmin_(v, 1.0f), fmax_(v, 2.0f), fabs_(v), ffma(v, v, v),
+                   frint(v), float(drint(dfma(v, v, v)))};
+    for (int i = 0; i < 14; i++) y[threadIdx.x * 14 + i] = r[i];
 }
 """
 # Keeps more floats alive than a thread has registers.

@@ -18,7 +18,8 @@ STAND_INS = """
 #define __builtin_amdgcn_fence(...)
 #define __builtin_amdgcn_s_barrier()
 #define __builtin_amdgcn_ds_bpermute(...) 0
-#define __builtin_amdgcn_update_dpp(...) 0
+#define __builtin_amdgcn_wave_barrier()
+#define __builtin_amdgcn_mov_dpp(...) 0
 #define __builtin_amdgcn_permlanex16(...) 0
 #define __builtin_amdgcn_mbcnt_lo(...) 0u
 #define __builtin_amdgcn_mbcnt_hi(...) 0u

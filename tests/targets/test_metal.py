@@ -77,12 +77,14 @@ template <typename T, typename U> T as_type(U v) { return __builtin_bit_cast(T, 
 namespace metal {
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 void threadgroup_barrier(mem_flags);
+void simdgroup_barrier(mem_flags);
 template <typename T> T simd_shuffle(T, ushort);
 template <typename T> T simd_shuffle_xor(T, ushort);
 template <typename T> T simd_sum(T);
 template <typename T> T simd_max(T);
 template <typename T> T min(T, T);
 template <typename T> T max(T, T);
+float rint(float);
 float fma(float, float, float);
 float fmin(float, float);
 float fmax(float, float);
@@ -106,9 +108,11 @@ int use(device uchar* d, constant uchar* c, threadgroup uchar* t) {
     store16(d, make_uint4(a.x, 1, 2, 3) + load16(static_cast<device const uchar*>(d)));
     uint2 b = load8(d) + load8(c) + load8(t) + make_uint2(1, 2);
     barrier();
+    unit_sync();
     float f = half_to_float(float_to_half(as_float(b.x))) + subgroup_add(1.0f) + subgroup_max(2.0f);
     f += subgroup_shuffle(f, 1) + subgroup_shuffle_xor(f, 2) + subgroup_shuffle(b.x, 1);
     f += fexp(f) + flog(f) + fsqrt(f) + frsqrt(f) + fsin(f) + fcos(f) + ftanh(f) + fpow(f, f);
+    f += unit_shuffle(f, 1) + unit_shuffle_xor(b.y, 2) + unit_add(f) + unit_max(2) + frint(f);
     f += fmin_(f, 1) + fmax_(f, 2) + fabs_(f) + ffma(f, f, f);
     return dot4(as_int(a.y), int(as_uint(f)), imin(1, imax(2, 3))) + subgroup_add(SUBGROUP);
 }
