@@ -18,7 +18,6 @@ import tvm_ffi_orcjit
 from numpy.typing import NDArray
 
 from zllmc.runtime.device import KernelError
-from zllmc.runtime.device import KernelError
 from zllmc.runtime.memory import Memory, allocate
 from zllmc.runtime.processors import physical_cores, processors, quota
 from zllmc.zllm_ir.errors import ZllmcError
