@@ -8,6 +8,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +21,7 @@ from zllmc.runtime.speculation import Speculation
 from zllmc.terminal import note
 from zllmc.wording import headline, table
 from zllmc.zllm_ir.errors import ZllmcError
-from zllmc.zllm_ir.plan import EntryPoint, Launch, Plan, Pointer
+from zllmc.zllm_ir.plan import Launch, Plan, Pointer
 
 
 def run_bench(
@@ -30,6 +31,7 @@ def run_bench(
     tokens: int,
     depth: int,
     repeat: int,
+    batches: Sequence[int] = (),
     speculate: bool,
     profile: bool,
     as_json: bool,
@@ -44,18 +46,24 @@ def run_bench(
             raise ZllmcError(
                 f"--depth + --prompt + --tokens is {needed:,}, but the context holds {context:,} tokens"
             )
+        if batches and not 1 <= min(batches) <= max(batches) <= engine.max_batch:
+            given = ",".join(map(str, batches))
+            raise ZllmcError(f"--batch is {given}, but this artifact takes 1 to {engine.max_batch} sequences")
         plan = open_artifact(artifact).plan
         result = measure(engine, prompt, tokens, depth, repeat, speculate=speculate)
         saved = result["speculation"]["accepted"] / tokens if speculate else 0.0
         passes = result["decode"]["tokens_per_s"] * (1 - saved)
         result |= {"load": {"s": load_seconds}, "traffic": traffic(engine, plan, passes)}
+        if batches:
+            result["batches"] = measure_batches(engine, batches, depth + prompt, tokens, repeat)
         if profile:
-            entries = {entry.name: entry for entry in plan.entries}
-            pass_tokens = min(prompt, entries["prefill"].max_tokens)
+            longest = next(entry.max_tokens for entry in plan.entries if entry.name == "prefill")
             result["profile"] = {
-                "decode": profile_pass(engine, entries["decode"], 1, depth + prompt),
-                "prefill": profile_pass(engine, entries["prefill"], pass_tokens, depth),
+                "decode": profile_pass(engine, "decode", 1, depth + prompt),
+                "prefill": profile_pass(engine, "prefill", min(prompt, longest), depth),
             }
+            if batches and (largest := max(batches)) > 1:
+                result["profile"]["batch"] = profile_pass(engine, "batch", largest, depth + prompt)
         if as_json:
             print(json.dumps(result))
         else:
@@ -110,6 +118,28 @@ def measure(
     }
 
 
+def measure_batches(
+    engine: Engine, sizes: Sequence[int], depth: int, tokens: int, repeat: int
+) -> list[dict[str, Any]]:
+    """Of each size, `tokens` greedy rounds of so many sequences, each after `depth` random tokens."""
+    random = np.random.default_rng(1)
+    sessions = [engine.session() for _ in range(max(sizes))]
+    for session in sessions:
+        session.prefill(random.integers(0, engine.manifest.vocab, depth).tolist())
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    for run in range(repeat + 1):
+        for size, seconds in times.items():
+            batch, ids = sessions[:size], [0] * size
+            for session in batch:
+                session.truncate(depth)
+            begin = time.perf_counter()
+            for _ in range(tokens):
+                ids = [int(np.argmax(row)) for row in engine.decode_batch(batch, ids)]
+            if run > 0:
+                seconds.append(time.perf_counter() - begin)
+    return [{"size": n, "tokens_per_s": n * tokens / median(s), "s": s} for n, s in times.items()]
+
+
 def traffic(engine: Engine, plan: Plan, rate: float) -> dict[str, float]:
     """Bytes of weights that a decode round reads, over their size in the model file, and in `rate` rounds."""
     moved = weight_bytes_per_token(plan, engine.manifest.vocab)
@@ -142,18 +172,23 @@ def weight_bytes_per_token(plan: Plan, vocab: int) -> int:
 
 
 def profile_pass(
-    engine: Engine, entry: EntryPoint, tokens: int, depth: int, repeat: int = 5
+    engine: Engine, entry: str, tokens: int, depth: int, repeat: int = 5
 ) -> list[dict[str, Any]]:
-    """Microseconds of each kernel in one pass of `tokens` tokens after `depth` cached ones: the median of
-    `repeat` passes, summed over the kernel's launches; slowest first."""
-    session = engine.session()
-    if depth:
+    """Microseconds of each kernel in one pass of `tokens` tokens after `depth` cached ones, in a batch of one
+    token for each sequence: the median of `repeat` passes, summed over the kernel's launches; slowest first.
+    """
+    sessions = [engine.session() for _ in range(tokens if entry == "batch" else 1)]
+    for session in sessions if depth else ():
         session.prefill([0] * depth)
-    session.prefill([0] * tokens)  # sets up the pass that is then repeated
-    recording = engine.recordings[entry.name]
+    # Sets up the pass that is then repeated.
+    if entry == "batch":
+        engine.decode_batch(sessions, [0] * tokens)
+    else:
+        sessions[0].prefill([0] * tokens)
+    recording = engine.recordings[entry]
     times = np.median([recording.profile() for _ in range(repeat)], axis=0)
     by_kernel: dict[str, list[float]] = defaultdict(list)
-    for launch, nanoseconds in zip(entry.launches, times, strict=True):
+    for launch, nanoseconds in zip(recording.launches, times, strict=True):
         by_kernel[launch.kernel].append(nanoseconds / 1000)
     rows = [{"kernel": kernel, "launches": len(us), "us": sum(us)} for kernel, us in by_kernel.items()]
     return sorted(rows, key=lambda row: row["us"], reverse=True)
@@ -183,6 +218,10 @@ def _print(result: dict[str, Any]) -> None:
         ["… over their packed size", f"{moved['moved_over_packed']:.3f}", ""],
         ["weights read in decode", f"{moved['weight_bytes_per_s'] / 1e9:,.2f}", "GB/s"],
     ]
+    for batch in result.get("batches", ()):
+        each = batch["tokens_per_s"] / batch["size"]
+        name = f"decode {result['tokens']:,} tokens of {batch['size']} sequences"
+        rows.append([name, f"{batch['tokens_per_s']:,.1f}", f"tokens/s, {each:,.1f} each"])
     if "speculation" in result:
         right = "{accepted} of {drafted}".format(**result["speculation"])
         rows.append(["guesses accepted", right, "tokens"])

@@ -324,11 +324,19 @@ def verify(
     sys.exit(0 if passed else 1)
 
 
+def _integers(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, value.split(","))) if value is not None else ()
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no list of numbers like 1,2,4") from None
+
+
 @cli.command(
     epilog="""\b
 Examples:
   zllmc bench model.zllm
   zllmc bench model.zllm --threads 1 --prompt 512 --tokens 128 --depth 4096 --json
+  zllmc bench model.zllm --batch 1,2,4,8
 """
 )
 @model_argument
@@ -340,6 +348,13 @@ Examples:
 @click.option(
     "--repeat", default=5, show_default=True, type=click.IntRange(1), help="Runs; medians are shown."
 )
+@click.option(
+    "--batch",
+    "batches",
+    metavar="N,N,…",
+    callback=_integers,
+    help="Decode also in batches of so many sequences, for example 1,2,4,8.",
+)
 @speculate_option
 @click.option("--profile", is_flag=True, help="Show the time of every kernel.")
 @json_option
@@ -350,6 +365,7 @@ def bench(
     tokens: int,
     depth: int,
     repeat: int,
+    batches: Sequence[int],
     speculate: Literal["ngram"] | None,
     profile: bool,
     as_json: bool,
@@ -368,6 +384,7 @@ def bench(
         tokens=tokens,
         depth=depth,
         repeat=repeat,
+        batches=batches,
         speculate=speculate is not None,
         profile=profile,
         as_json=as_json,

@@ -115,6 +115,19 @@ def test_bench_measures(run: Run, artifact: pathlib.Path) -> None:
     assert "tokens/s" in text and "time to first token" in text and "linear_F32" in text
 
 
+def test_bench_decodes_batches(run: Run, artifact: pathlib.Path) -> None:
+    sizes = ("--prompt", "9", "--tokens", "4", "--repeat", "2", "--threads", "1", "--batch", "1,3")
+    result = json.loads(run("bench", artifact, *sizes, "--profile", "--json").out)
+    assert [batch["size"] for batch in result["batches"]] == [1, 3]
+    assert all(batch["tokens_per_s"] > 0 and len(batch["s"]) == 2 for batch in result["batches"])
+    launches = {name: sum(k["launches"] for k in kernels) for name, kernels in result["profile"].items()}
+    assert launches["decode"] < launches["batch"] < 3 * launches["decode"]
+    assert "decode 4 tokens of 3 sequences" in run("bench", artifact, *sizes).out
+    for wrong, message in (("2,9", "takes 1 to 8"), ("0,1", "takes 1 to 8"), ("2;3", "list of numbers")):
+        done = run("bench", artifact, *sizes[:-1], wrong)
+        assert done.code == 2 and message in done.err
+
+
 def test_bench_counts_the_bytes_that_a_token_moves(
     run: Run, conformance: pathlib.Path, compiled: Compiled
 ) -> None:
