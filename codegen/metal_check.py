@@ -22,6 +22,11 @@ _TYPE_BYTES = _SCALAR_BYTES | {
     for lanes in (2, 3, 4)
 }
 _TYPE = "|".join(sorted(map(re.escape, [*_TYPE_BYTES, "void"]), key=len, reverse=True))
+# What C++ has and Metal has not, and words that are Metal's own and here do not stand before a type.
+_FOREIGN = re.compile(
+    rf"\bdouble\b|\blong\s+long\b|\b\d+[uU]?ll\b|\b(?:goto|virtual|typeid|throw|new|delete)\b"
+    rf"|\b(?:{'|'.join(_SPACES)})\b(?!\s+(?:const\s+)?(?:{_TYPE})\b)"
+)
 _POINTER = re.compile(rf"([\w\s]*?)\b(?:{_TYPE})\s*(?:const\s*)?[*&]")
 _KERNEL = re.compile(r"\bkernel\s+void\s+(\w+)\s*\(")
 _SHARED = re.compile(rf"\bthreadgroup\s+({_TYPE})\s+(\w+\s*\[[^;]*);")
@@ -31,10 +36,14 @@ def check_metal(source: str, target: GpuTarget) -> dict[str, KernelResources]:
     """Checks a source without its prelude against the target's limits; each kernel's threadgroup memory.
 
     Raises ValueError for more threadgroup memory, buffers or threads than the target has, for a pointer or
-    reference without an address space, and for a threadgroup array whose size is no number. Registers are
-    unknown until the Mac compiles, and given as 0. Made for what codegen writes, not for all of MSL.
+    reference without an address space, a threadgroup array whose size is no number, and words that Metal
+    lacks (`double`, `long long`) or reserves (`thread`). Registers are unknown until the Mac compiles, and
+    given as 0. Made for what codegen writes, not for all of MSL.
     """
     text = re.sub(r"//.*|^[ \t]*#.*", "", source, flags=re.MULTILINE)
+    for foreign in _FOREIGN.finditer(text):
+        line = text.count("\n", 0, foreign.start()) + 1
+        raise ValueError(f"`{foreign[0]}` in line {line} does not mean in Metal what it does in C++")
     for pointer in _POINTER.finditer(text):
         if not re.search(rf"\b(?:{'|'.join(_SPACES)})\b", pointer[1]):
             line = text.count("\n", 0, pointer.end()) + 1

@@ -14,7 +14,8 @@
 #define __device__ __attribute__((device))
 #define __shared__ __attribute__((shared))
 #define __forceinline__ inline __attribute__((always_inline))
-#define __launch_bounds__(threads) __attribute__((amdgpu_flat_work_group_size(1, threads)))
+// The blocks that a multiprocessor should hold, which may come second, are the compiler's choice here.
+#define __launch_bounds__(threads, ...) __attribute__((amdgpu_flat_work_group_size(1, threads)))
 #define DEVICE_FUNCTION static __device__ __forceinline__
 #define INFINITY __builtin_inff()
 

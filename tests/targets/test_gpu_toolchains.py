@@ -34,7 +34,7 @@ def toolchains() -> None:
 
 # Uses all that the preludes have.
 EVERYTHING = """#include "prelude.h"
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 1)
 everything(const int* __restrict__ control, const unsigned char* __restrict__ x, float* __restrict__ y) {
     const int thread = threadIdx.x;
     const int block_x = blockIdx.x;

@@ -40,6 +40,10 @@ def test_metal_sources_are_measured() -> None:
         ("threadgroup(256)", "threadgroup(2048)", "first has 2048 threads.*1024"),
         ("device const uint4* p", "const uint4* p", "`const uint4\\*` in line 8 has no address space"),
         ("<device const uint4*>", "<const uint4*>", "line 8 has no address space"),
+        ("const float product", "const double product", "`double` in line 9"),
+        ("values[0][thread_position]", "(float)3ll", "`3ll` in line 9"),
+        ("const float product", "const long long product", "`long long` in line 9"),
+        ("const float product", "const float thread", "`thread` in line 9"),
         ("device float* y [[buffer(0)]]", "float& y [[buffer(0)]]", "line 11 has no address space"),
     ],
 )
