@@ -11,6 +11,7 @@ pytest_plugins = ("cli_fixtures",)
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples"
 EXAMPLES = {
     "ask": ["Why is the sky blue?"],
+    "batch": ["The sky is", "The sea is", "A river is"],
     "conversation": ["Name a river.", "Which country is it in?"],
     "classify": ["A waste of time.", "good", "bad"],
     "constrain": ["How many legs does a spider have?"],
@@ -29,6 +30,8 @@ def test_an_example_runs(name: str, artifact: pathlib.Path) -> None:
         [sys.executable, script, artifact, *EXAMPLES[name]], capture_output=True, encoding="utf-8"
     )
     assert done.returncode == 0, done.stderr
+    if name == "batch":
+        assert "The sea is" in done.stdout
     if name == "constrain":
         assert done.stdout.strip().isdigit()
     if name == "classify":
