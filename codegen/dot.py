@@ -14,7 +14,7 @@ from tvm.script.ir_builder import tirx as T
 from zllmc.codegen.grid_codes import bit_field, grid_steps
 from zllmc.codegen.packing import STEPS, PackedLayout
 from zllmc.codegen.tir import Expr, Memory, bind, bits, broadcast, cast, const, llvm
-from zllmc.targets.cpu import CpuTarget
+from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.block_format import Field, Grid
 
 _LARGEST_ACTIVATION = 127
@@ -23,8 +23,9 @@ _LARGEST_ACTIVATION = 127
 class Dot:
     """The instructions of `target`, and how codes must be represented for them."""
 
-    def __init__(self, target: CpuTarget) -> None:
-        self.kind = target.dot
+    def __init__(self, target: VectorTarget) -> None:
+        self.kind = "sdot" if target.dot == "dot4" else target.dot
+        self._gpu = target.dot == "dot4"  # the same products, as functions of the prelude
         self.lanes = target.lanes
         self._wide = target.lanes == 16  # AVX-512 names its instructions differently
 
@@ -71,6 +72,10 @@ class Dot:
     def _lookup(self, table: Sequence[int], index: Expr) -> Expr:
         size = 4 * self.lanes
         packed = bytes(v & 0xFF for v in table)
+        if self._gpu:
+            words = [int.from_bytes(packed[i : i + 4], "little") for i in range(0, 16, 4)]
+            entries = [const(word, "uint32") for word in words]
+            return T.call_pure_extern(f"uint8x{size}", "lookup16", index, *entries)
         if self.kind == "sdot":
             entries = self._repeat(packed, 16)
             return llvm("llvm.aarch64.neon.tbl1.v16i8", "uint8x16", bits(entries, "uint8x16"), index)
@@ -104,6 +109,8 @@ class Dot:
 
     def _dot_quad(self, total: Expr, w: Expr, x: Expr) -> Expr:
         dtype = f"int32x{self.lanes}"
+        if self._gpu:
+            return T.call_pure_extern(dtype, "dot4", bits(w, dtype), bits(x, dtype), total)
         if self.kind == "sdot":
             return llvm("llvm.aarch64.neon.sdot.v4i32.v16i8", dtype, total, w, x)
         width = 32 * self.lanes

@@ -12,11 +12,11 @@ from zllmc.codegen.quantize import ActivationRows
 from zllmc.codegen.rows import for_blocks, row_count, signature, tensors
 from zllmc.codegen.tir import Expr, Kernel, bind, const, lanes_of
 from zllmc.codegen.vector_math import activate, tanh
-from zllmc.targets.cpu import CpuTarget
+from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.kernel_graph import KernelCall
 
 
-def _map(call: KernelCall, target: CpuTarget, name: str, function: Callable[..., Expr]) -> Any:
+def _map(call: KernelCall, target: VectorTarget, name: str, function: Callable[..., Expr]) -> Any:
     """A kernel that applies `function` to vectors of all operands: f32 rows of equal width, any strides."""
     types, (result,) = tensors(call), call.results
     with Kernel(name, **signature(call)) as k:
@@ -33,18 +33,18 @@ def _map(call: KernelCall, target: CpuTarget, name: str, function: Callable[...,
     return k.function
 
 
-def add(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def add(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """a + b."""
     return _map(call, target, name, lambda a, b: a + b)
 
 
-def scale(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def scale(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """x · value."""
     value = call.attributes["value"]
     return _map(call, target, name, lambda x: x * const(value, "float32", lanes_of(x)))
 
 
-def softcap(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def softcap(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """cap · tanh(x / cap)."""
     cap = call.attributes["cap"]
 
@@ -55,19 +55,19 @@ def softcap(call: KernelCall, target: CpuTarget, name: str) -> Any:
     return _map(call, target, name, function)
 
 
-def activation(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def activation(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """act(x)."""
     act = call.attributes["act"]
     return _map(call, target, name, lambda x: activate(x, act))
 
 
-def glu(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def glu(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """act(gate) · up."""
     act = call.attributes["act"]
     return _map(call, target, name, lambda gate, up: activate(gate, act) * up)
 
 
-def glu_quantize(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def glu_quantize(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """a8 of act(gate) · up."""
     act = call.attributes["act"]
     gate_type, up_type = tensors(call)
@@ -86,7 +86,7 @@ def glu_quantize(call: KernelCall, target: CpuTarget, name: str) -> Any:
     return k.function
 
 
-def select_rows(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def select_rows(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """Rows first … T−1 of f32 (T, D), copied to (R, D)."""
     x_type, _ = tensors(call)
     (y_type,) = call.results

@@ -11,12 +11,12 @@ from zllmc.codegen.grid_codes import load_scale
 from zllmc.codegen.packing import STEPS, UNIT, PackedLayout, layout_of
 from zllmc.codegen.rows import row_count, share
 from zllmc.codegen.tir import Expr, Kernel, Memory, bind, bits, broadcast, cast, const, local, serial
-from zllmc.targets.cpu import CpuTarget
+from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
 
 
-def embedding(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def embedding(call: KernelCall, target: VectorTarget, name: str) -> Any:
     tokens, table = call.operands
     (y,) = call.results
     if not isinstance(tokens, Operand) or not isinstance(table, Operand):

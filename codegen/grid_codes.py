@@ -94,3 +94,16 @@ def load_scale(memory: Memory, at: Expr, lanes: int, number: Float) -> Expr:
         case _:
             raise ZllmcError(f"no CPU kernel for scales of kind {number.kind}")
     return value if number.factor == 1 else value * const(number.factor, "float32", lanes)
+
+
+def load_plain(memory: Memory, at: Expr, lanes: int, kind: str) -> Expr:
+    """`lanes` weights of a plain float format (`kind`: f32, f16 or bf16) from element `at` on, as f32."""
+    match kind:
+        case "f32":
+            return memory.view("float32").load(at, lanes)
+        case "f16":
+            return cast(memory.view("float16").load(at, lanes), "float32")
+        case "bf16":
+            high = cast(memory.view("uint16").load(at, lanes), "uint32")
+            return bits(high << const(16, "uint32", lanes), "float32" if lanes == 1 else f"float32x{lanes}")
+    raise ZllmcError(f"no kernel reads {kind} weights")

@@ -15,7 +15,7 @@ from zllmc.codegen.quantize import ActivationRows
 from zllmc.codegen.rows import for_pieces, pieces, row_count, share, signature, tensors
 from zllmc.codegen.tir import Expr, Kernel, Memory, Register, bind, broadcast, const, llvm, serial
 from zllmc.codegen.vector_math import fma, sum_lanes
-from zllmc.targets.cpu import CpuTarget
+from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.errors import IRError
 from zllmc.zllm_ir.fused_ops import GROUP
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
@@ -57,7 +57,7 @@ def _inverse_root(squares: Expr, width: int, eps: float) -> Expr:
 class _Rows:
     """The rows that a norm normalises one by one: tokens, or the heads within each token."""
 
-    def __init__(self, x: Operand, weights: Sequence[Operand], target: CpuTarget) -> None:
+    def __init__(self, x: Operand, weights: Sequence[Operand], target: VectorTarget) -> None:
         self.width = int(x.type.shape[-1])
         self.heads = x.width // self.width
         self.lanes = target.lanes
@@ -97,7 +97,7 @@ class _Rows:
                     body(full * GROUP + offset, n)
 
 
-def rms_norm(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def rms_norm(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """f32 (T, D) or (T, heads, E) → the same, normalised along the last axis."""
     x_type, *weight_types = tensors(call)
     (y_type,) = call.results
@@ -122,7 +122,7 @@ def rms_norm(call: KernelCall, target: CpuTarget, name: str) -> Any:
     return k.function
 
 
-def norm_add(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def norm_add(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """residual + rms_norm(y, weight), f32 (T, D)."""
     y_type, residual_type, *weight_types = tensors(call)
     (out_type,) = call.results
@@ -149,7 +149,7 @@ def norm_add(call: KernelCall, target: CpuTarget, name: str) -> Any:
     return k.function
 
 
-def rms_norm_quantize(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def rms_norm_quantize(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """f32 (T, D) → a8 of rms_norm(x, weight)."""
     x_type, *weight_types = tensors(call)
     eps = call.attributes["eps"]
@@ -175,7 +175,7 @@ def rms_norm_quantize(call: KernelCall, target: CpuTarget, name: str) -> Any:
     return k.function
 
 
-def layer_norm(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def layer_norm(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """f32 (T, D) → (x − mean) / sqrt(var + eps) · weight + bias."""
     x_type, *weight_types = tensors(call)
     (y_type,) = call.results

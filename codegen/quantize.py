@@ -15,7 +15,7 @@ from tvm import tirx
 from zllmc.codegen.rows import for_blocks, row_count, signature, tensors
 from zllmc.codegen.tir import Expr, Kernel, Memory, bind, bits, broadcast, cast, const, lanes_of, llvm
 from zllmc.codegen.vector_math import absolute, typed
-from zllmc.targets.cpu import CpuTarget
+from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.fused_ops import GROUP
 from zllmc.zllm_ir.kernel_graph import KernelCall, activation_row_bytes
 
@@ -50,6 +50,9 @@ class ActivationRows:
         sum_index = row * (self._row_bytes // 2) + (self._width + 2 * 4 * groups) // 2 + 2 * group
         for i, c in enumerate(codes):
             self._codes.store(code_index + i * lanes_of(c), cast(c, "int8"))
+        if len(codes) == 1:  # all in one vector
+            middle = lanes_of(codes[0]) // 2
+            codes = [tirx.Shuffle(codes, [*range(start, start + middle)]) for start in (0, middle)]
         halves = [bind(_sum(codes[: len(codes) // 2])), bind(_sum(codes[len(codes) // 2 :]))]
         self._scales.store(scale_index, scale)
         self._scales.store(scale_index + groups, scale * cast(halves[0] + halves[1], "float32"))
@@ -77,7 +80,7 @@ def _sum(codes: Sequence[Expr]) -> Expr:
     return llvm("llvm.vector.reduce.add", "int32", functools.reduce(lambda a, b: a + b, codes))
 
 
-def quantize(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def quantize(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """f32 (T, D) → a8."""
     (x_type,) = tensors(call)
     with Kernel(name, **signature(call)) as k:

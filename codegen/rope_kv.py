@@ -30,7 +30,7 @@ from zllmc.codegen.tir import (
     serial,
 )
 from zllmc.codegen.vector_math import fma, sin_cos
-from zllmc.targets.cpu import CpuTarget
+from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.errors import IRError
 from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, KVOperand, Operand
 from zllmc.zllm_ir.op import OPS
@@ -40,7 +40,7 @@ from zllmc.zllm_ir.rope import rope_frequencies
 _SCALE_GROUP = 64  # elements of a q8 key or value that share a scale
 
 
-def rope_table(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def rope_table(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """cos and sin f32 (T, dims/2) at i32 positions (T,); angles are reduced in float64."""
     attrs = OPS[call.op].bind_attrs(call.attributes)
     half = attrs["dims"] // 2
@@ -212,7 +212,7 @@ def _scatter(memory: Memory, index: Expr, apart: int, value: Expr) -> None:
     T.buffer_store(memory.buffer, value, [index if lanes == 1 else T.ramp(index, apart, lanes)])
 
 
-def rope_append(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def rope_append(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """q (T, H·E) normed and rotated → (T, H, E); k and v (T, K·E) into the cache, k normed and rotated."""
     names = OPS[call.op].operands
     types: dict[str, Any] = dict(zip(names, call.operands, strict=True))
@@ -265,7 +265,7 @@ def rope_append(call: KernelCall, target: CpuTarget, name: str) -> Any:
 
 
 def _rotation(
-    call: KernelCall, target: CpuTarget, head_dim: int, memory: dict[str, Memory], types: dict[str, Any]
+    call: KernelCall, target: VectorTarget, head_dim: int, memory: dict[str, Memory], types: dict[str, Any]
 ) -> _Rotation:
     table: Operand | None = types["cos"]
     style = call.attributes.get("style", "norm")
@@ -283,7 +283,7 @@ def _rotation(
     )
 
 
-def rope(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def rope(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """The rotation of x (T, heads, E) alone."""
     types: dict[str, Any] = dict(zip(OPS[call.op].operands, call.operands, strict=True))
     (result,) = call.results
@@ -300,7 +300,7 @@ def rope(call: KernelCall, target: CpuTarget, name: str) -> Any:
     return k.function
 
 
-def kv_append(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def kv_append(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """Keys and values (T, K, E) into the cache."""
     state: Any = call.operands[0]
     k_type, v_type = tensors(call)

@@ -120,6 +120,16 @@ def local(dtype: str, elements: int) -> Memory:
     return Memory.at(bind(T.tvm_stack_alloca("shape", -(-nbytes // 8))), dtype)
 
 
+def block_array(dtype: str, elements: int) -> Memory:
+    """An array that the vector units of a GPU's block share; see `barrier`."""
+    return Memory(T.alloc_buffer((elements,), dtype, scope="shared"), dtype)
+
+
+def barrier() -> None:
+    """All units of a GPU's block meet here, and see what the others have stored in arrays of the block."""
+    T.evaluate(T.call_extern("void", "barrier"))
+
+
 def lanes_of(value: Expr) -> int:
     return int(value.ty.dtype.lanes) if hasattr(value, "ty") else 1
 

@@ -1,0 +1,94 @@
+"""The GPU back end: which family makes which op's kernel, how many blocks it gets, and its source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zllmc.codegen import attention, attention_decode, elementwise, embedding, norm, quantize, rope_kv
+from zllmc.codegen.linear_gpu import linear
+from zllmc.codegen.packing import UNIT
+from zllmc.codegen.simt import DIALECTS, Source, print_source
+from zllmc.codegen.simt_words import LANES
+from zllmc.targets.gpu import GpuTarget
+from zllmc.targets.vector import VectorTarget
+from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, Operand, symbol
+
+MAX_UNITS = 8  # vector units of a block
+
+
+@dataclass(frozen=True)
+class VectorUnit:
+    """What the kernel families ask of a target: here, LANES threads of a GPU side by side."""
+
+    lanes: int = LANES
+    registers: int = 32
+    dot: str = "dot4"
+
+
+_UNIT = VectorUnit()
+_ATTENTION = replace(_UNIT, lanes=KEY_BLOCK)  # whose vectors are scores of a block of keys
+
+# An op's kernel family is the function of the op's name in its module, as on the CPU.
+FAMILIES: dict[str, tuple[Callable[[KernelCall, VectorTarget, str], Any], VectorUnit]] = {
+    op: (getattr(module, op), unit)
+    for module, unit, ops in (
+        (attention, _ATTENTION, ("attention_rows",)),
+        (attention_decode, _ATTENTION, ("attention_partial", "attention_merge", "attention_merge_quantize")),
+        (elementwise, _UNIT, ("activation", "add", "glu", "glu_quantize", "scale", "select_rows", "softcap")),
+        (embedding, _UNIT, ("embedding",)),
+        (norm, _UNIT, ("layer_norm", "norm_add", "rms_norm", "rms_norm_quantize")),
+        (quantize, _UNIT, ("quantize",)),
+        (rope_kv, _UNIT, ("kv_append", "rope", "rope_append", "rope_table")),
+    )
+    for op in ops
+}
+
+
+def kernel_source(call: KernelCall, target: GpuTarget) -> Source:
+    """The source of the call's kernel; a ZllmcError that names the op where there is none."""
+    dialect, name = DIALECTS[target.dialect], symbol(call)
+    try:
+        if call.op == "linear":
+            blocks, units = _linear_grid(call, target)
+            return print_source(linear(call, _UNIT, units, name), dialect, blocks, units)
+        if call.op not in FAMILIES:
+            known = ", ".join(sorted([*FAMILIES, "linear"]))
+            raise ZllmcError(f"no GPU kernel for op {call.op!r}; there are kernels for {known}")
+        family, unit = FAMILIES[call.op]
+        function = family(call, unit, name)
+        stack = print_source(function, dialect, 1, 1).shared_bytes
+        units = _block_units(stack, target)
+        blocks = max(1, min(2 * target.product.multiprocessors, -(-_work(call) // units)))
+        return print_source(function, dialect, blocks, units)
+    except ZllmcError as error:
+        raise ZllmcError(f"{call.op} for {target}: {error}") from error
+
+
+def _block_units(stack: int, target: GpuTarget) -> int:
+    """Units of a block that have `stack` bytes of shared memory each: whole subgroups."""
+    subgroup = target.subgroup // LANES
+    units = min(MAX_UNITS, target.static_shared_memory // max(stack, 1)) // subgroup * subgroup
+    if not units:
+        has = target.static_shared_memory
+        raise ZllmcError(
+            f"its arrays take {subgroup * stack} bytes of shared memory, of which there are {has}"
+        )
+    return units
+
+
+def _linear_grid(call: KernelCall, target: GpuTarget) -> tuple[int, int]:
+    """Blocks and units of a linear: a block for each group of rows."""
+    rows, columns = (int(d) for d in call.operands[1].type.shape)  # type: ignore[union-attr]
+    units = max(1, min(MAX_UNITS, columns // (2 * UNIT)))
+    return -(-rows // LANES), -(-units * LANES // target.subgroup) * target.subgroup // LANES
+
+
+def _work(call: KernelCall) -> int:
+    """About how many vector units find something to do: one for each vector of the operands' rows, of which
+    a pass over several tokens has some."""
+    values = [o for o in (*call.operands, *call.results) if isinstance(o, Operand)]
+    vectors = max(-(-v.width // LANES) for v in values if v.type.shape)
+    return vectors if all(v.single_row for v in call.results) else 16 * vectors

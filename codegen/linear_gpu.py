@@ -1,0 +1,153 @@
+"""The linear family on a GPU: y = alpha · (x · Wᵀ) + bias + residual, straight from packed weights.
+
+The arithmetic is the CPU's (`block_sums`): a lane holds a row of W. What differs is how the work is cut. One
+row of x is shared by the units of a block, which take parts of the columns and meet in shared memory, so that
+enough loads are in flight; many rows of x go in tiles whose sums stay in registers, a unit for each tile and
+group of weight rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from zllmc.codegen.block_sums import BlockSums
+from zllmc.codegen.dot import Dot
+from zllmc.codegen.grid_codes import load_plain
+from zllmc.codegen.packing import ROW_PAD, UNIT, PackedLayout, layout_of
+from zllmc.codegen.rows import row_count, share
+from zllmc.codegen.tir import (
+    Expr,
+    Kernel,
+    Memory,
+    Register,
+    barrier,
+    bind,
+    block_array,
+    broadcast,
+    choose,
+    const,
+    serial,
+    when,
+)
+from zllmc.targets.vector import VectorTarget
+from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.kernel_graph import KernelCall, Operand, activation_row_bytes
+
+ROW_TILE = 8  # rows of x that share a weight vector
+
+
+def linear(call: KernelCall, target: VectorTarget, units: int, name: str) -> Any:
+    x, weight, bias, residual = call.operands
+    if not isinstance(x, Operand) or not isinstance(weight, Operand):
+        raise ZllmcError("linear: x and the weight are required")
+    rows, columns = (int(d) for d in weight.type.shape)
+    layout = layout_of(weight.type.dtype, (rows, columns), target.lanes)
+    quantized = layout.format.plain is None
+    if quantized != (x.type.dtype == "a8"):
+        raise ZllmcError(f"no GPU kernel for linear of {x.type} with a {weight.type} weight")
+    arguments = {"control": "int32", "x": "uint8" if quantized else "float32", "weight": "uint8"}
+    arguments |= {n: "float32" for n, v in (("bias", bias), ("residual", residual)) if v is not None}
+    # The residual may be y itself.
+    with Kernel(name, noalias=residual is None, **arguments, y="float32") as kernel:
+        given = dict(zip((*arguments, "y"), kernel.arguments, strict=True))
+        stride = activation_row_bytes(columns) // 4 if quantized else x.stride
+        groups = _Groups(call, layout, Dot(target), given, stride)
+        if x.single_row:
+            groups.split(kernel, units)
+        else:
+            tokens = bind(row_count(x, given["control"]))
+            tiles = bind(tirx.truncdiv(tokens + (ROW_TILE - 1), ROW_TILE))
+            begin, end = share(kernel, tiles * layout.groups)
+            with serial(begin, end) as piece:
+                group = bind(tirx.truncdiv(piece, tiles))
+                groups.tile(group, bind((piece - group * tiles) * ROW_TILE), tokens)
+    return kernel.function
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Groups of weight rows, one in each lane, against rows of x."""
+
+    call: KernelCall
+    layout: PackedLayout
+    dot: Dot
+    memory: dict[str, Memory]
+    x_stride: int  # 4-byte words
+
+    def split(self, kernel: Kernel, units: int) -> None:
+        """The only row of x: a block takes a group at a time, its units take parts of the columns."""
+        lanes = self.dot.lanes
+        partial = block_array("float32", units * lanes)
+        unit = bind(tirx.truncmod(kernel.thread, units))
+        block, blocks = bind(tirx.truncdiv(kernel.thread, units)), tirx.truncdiv(kernel.threads, units)
+        rounds = tirx.truncdiv(self.layout.groups - 1 - block, blocks) + 1
+        with serial(0, rounds) as round:
+            group = bind(block + round * blocks)
+            pieces = self.layout.columns // (UNIT if self.layout.format.plain else self.layout.format.block)
+            begin = bind(tirx.truncdiv(unit * pieces, units))
+            end = bind(tirx.truncdiv((unit + 1) * pieces, units))
+            (total,) = self._sums(group, [const(0, "int32")], begin, end)
+            partial.store(unit * lanes, total)
+            barrier()
+            with when(unit < 1):
+                total = partial.load(0, lanes)
+                for other in range(1, units):
+                    total = total + partial.load(other * lanes, lanes)
+                self._finish(group, 0, bind(total))
+            barrier()
+
+    def tile(self, group: Expr, first: Expr, tokens: Expr) -> None:
+        """ROW_TILE rows of x from `first` on. A short last tile repeats the last row."""
+        rows = [bind(tirx.min(first + i, tokens - 1)) for i in range(ROW_TILE)]
+        pieces = self.layout.columns // (UNIT if self.layout.format.plain else self.layout.format.block)
+        totals = self._sums(group, [bind(row * self.x_stride) for row in rows], 0, pieces)
+        for row, total in zip(rows, totals, strict=True):
+            self._finish(group, row, total)
+
+    def _sums(self, group: Expr, starts: list[Expr], begin: Expr, end: Expr) -> list[Expr]:
+        """Σ w · x over blocks begin … end − 1, which are 32 columns of a plain format, for each row of x."""
+        layout, lanes = self.layout, self.dot.lanes
+        record = self.memory["weight"].from_(T.Cast("int64", group) * const(layout.group_bytes, "int64"))
+        totals = [Register("float32", lanes, const(0, "float32", lanes)) for _ in starts]
+        if layout.format.plain is not None:
+            with serial(begin * UNIT, tirx.min(end * UNIT, layout.columns)) as column:
+                w = bind(load_plain(record, column * lanes, lanes, layout.format.plain))
+                for total, start in zip(totals, starts, strict=True):
+                    total.set(total.get() + w * broadcast(self.memory["x"].load(start + column), lanes))
+            return [total.get() for total in totals]
+        sums = BlockSums(layout, self.dot, record, self.memory["x"])
+        if layout.subs:
+            sums.add_blocks(totals, starts, begin, end, sums.steps)
+        else:
+            units = layout.format.block // UNIT
+            sums.add_units(totals, starts, begin * units, end * units, sums.steps, sums.unit_scales)
+        return [total.get() for total in totals]
+
+    def _finish(self, group: Expr, row: Expr, total: Expr) -> None:
+        """alpha, bias, residual; and the store."""
+        lanes = self.dot.lanes
+        _, _, bias, residual = self.call.operands
+        (y,) = self.call.results
+        alpha = float(self.call.attributes.get("alpha", 1.0))
+        column = bind(group * lanes)
+
+        def store(n: int) -> None:
+            value = total if n == lanes else tirx.Shuffle([total], list(range(n)))
+            if alpha != 1.0:
+                value = value * const(alpha, "float32", n)
+            if bias is not None:
+                value = value + self.memory["bias"].load(column, n)
+            if isinstance(residual, Operand):
+                value = value + self.memory["residual"].load(row * residual.stride + column, n)
+            self.memory["y"].store(row * y.stride + column, value)
+
+        # Rows in memory are padded to ROW_PAD, which the last group may exceed.
+        width = -(-self.layout.rows // ROW_PAD) * ROW_PAD
+        if rest := width % lanes:
+            choose(column + lanes <= width, lambda: store(lanes), lambda: store(rest))
+        else:
+            store(lanes)

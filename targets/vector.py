@@ -1,0 +1,17 @@
+"""What kernel families ask of any target: the vector unit that they are written for."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class VectorTarget(Protocol):
+    """A vector has `lanes` f32 elements, and `registers` of them stay at hand; `dot` names how int8 products
+    are summed, see `codegen.dot`."""
+
+    @property
+    def lanes(self) -> int: ...
+    @property
+    def registers(self) -> int: ...
+    @property
+    def dot(self) -> str: ...
