@@ -34,6 +34,18 @@ DEVICE_FUNCTION float unit_max(float v) {
 // c + the four products of the signed bytes of a and b
 DEVICE_FUNCTION int dot4(int a, int b, int c) { return __dp4a(a, b, c); }
 
+// C += A × B by the target's matrix instruction; targets.cuda says which element each 32-bit register holds.
+DEVICE_FUNCTION void matrix_s8(int* c, const unsigned* a, const unsigned* b) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+DEVICE_FUNCTION void matrix_f16(float* c, const unsigned* a, const unsigned* b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 DEVICE_FUNCTION float as_float(unsigned v) { return __uint_as_float(v); }
 DEVICE_FUNCTION unsigned as_uint(float v) { return __float_as_uint(v); }
 DEVICE_FUNCTION int as_int(unsigned v) { return static_cast<int>(v); }

@@ -56,6 +56,55 @@ DEVICE_FUNCTION int dot4(int a, int b, int c) {
 #endif
 }
 
+// C += A × B by the target's matrix instruction, where it has one; targets.rocm says which element each 32-bit
+// register holds.
+template <class T, int elements> struct Vector {
+    typedef T Type __attribute__((ext_vector_type(elements)));
+};
+template <class V, class T> DEVICE_FUNCTION V gather(const T* registers) {
+    V v;
+    __builtin_memcpy(&v, registers, sizeof v);
+    return v;
+}
+template <class V, class T> DEVICE_FUNCTION void scatter(T* registers, V v) {
+    __builtin_memcpy(registers, &v, sizeof v);
+}
+#if defined(__GFX11__) || defined(__GFX12__)
+using Sums = Vector<int, 8>::Type;
+using FloatSums = Vector<float, 8>::Type;
+#if defined(__GFX11__)
+using Bytes = Vector<int, 4>::Type;
+using Halves = Vector<_Float16, 16>::Type;
+#define MATRIX_S8(a, b, c) __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32(true, a, true, b, c, false)
+#define MATRIX_F16(a, b, c) __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(a, b, c)
+#else
+using Bytes = Vector<int, 2>::Type;
+using Halves = Vector<_Float16, 8>::Type;
+#define MATRIX_S8(a, b, c) __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32_gfx12(true, a, true, b, c, false)
+#define MATRIX_F16(a, b, c) __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(a, b, c)
+#endif
+#elif SUBGROUP == 64
+using Sums = Vector<int, 4>::Type;
+using FloatSums = Vector<float, 4>::Type;
+using Halves = Vector<_Float16, 4>::Type;
+#if defined(__gfx942__)
+using Bytes = long;
+#define MATRIX_S8(a, b, c) __builtin_amdgcn_mfma_i32_16x16x32_i8(a, b, c, 0, 0, 0)
+#else
+using Bytes = int;
+#define MATRIX_S8(a, b, c) __builtin_amdgcn_mfma_i32_16x16x16i8(a, b, c, 0, 0, 0)
+#endif
+#define MATRIX_F16(a, b, c) __builtin_amdgcn_mfma_f32_16x16x16f16(a, b, c, 0, 0, 0)
+#endif
+#ifdef MATRIX_S8
+DEVICE_FUNCTION void matrix_s8(int* c, const unsigned* a, const unsigned* b) {
+    scatter(c, MATRIX_S8(gather<Bytes>(a), gather<Bytes>(b), gather<Sums>(c)));
+}
+DEVICE_FUNCTION void matrix_f16(float* c, const unsigned* a, const unsigned* b) {
+    scatter(c, MATRIX_F16(gather<Halves>(a), gather<Halves>(b), gather<FloatSums>(c)));
+}
+#endif
+
 // Only shared memory is waited for where the compiler can tell (clang 19 and newer): loads from global memory
 // stay in flight over the barrier.
 #if __clang_major__ >= 19

@@ -13,7 +13,7 @@ from zllmc.codegen.cuda_toolchain import compile_cuda, disassemble, find_cuda_co
 from zllmc.codegen.gpu_toolchain import Binary, KernelResources
 from zllmc.codegen.rocm_toolchain import Clang, assembly, compile_hip, find_hip_compiler
 from zllmc.targets import cuda, rocm
-from zllmc.targets.gpu import GpuTarget
+from zllmc.targets.gpu import GpuTarget, MatrixInstruction
 from zllmc.zllm_ir.errors import ZllmcError
 
 CUDA = [cuda.TARGETS[name] for name in ("sm_80", "sm_90", "sm_120")]
@@ -140,6 +140,40 @@ def test_amd_gets_int8_dots_and_wide_loads(target: GpuTarget) -> None:
     assert re.search({"sdot4": r"v_dot4c?_i32_i8", "sudot4": r"v_dot4_i32_iu8"}[target.dot4 or ""], text)
     assert re.search(r"global_load_(b128|dwordx4)", text)
     assert f".amdhsa_wavefront_size32 {int(target.subgroup == 32)}" in text or target.subgroup == 64
+
+
+def matrix_kernel(target: GpuTarget, instruction: MatrixInstruction) -> str:
+    """A kernel that multiplies once, with as many registers as the target's fragments say."""
+    number, bits = {"s8": ("int", 8), "f16": ("float", 16)}[instruction.inputs]
+    assert instruction.a and instruction.b and instruction.c
+    a, b, c = instruction.a.elements * bits // 32, instruction.b.elements * bits // 32, instruction.c.elements
+    operand = {"s8": "Bytes", "f16": "Halves"}[instruction.inputs]
+    check = f"static_assert(sizeof({operand}) == 4 * {a} && {a} == {b} && sizeof(Sums) == 4 * {c});"
+    return f"""{check if target.kind == "rocm" else ""}
+extern "C" __global__ void __launch_bounds__(64) {instruction.inputs}(const unsigned* x, {number}* y) {{
+    unsigned a[{a}], b[{b}];
+    {number} c[{c}];
+    for (int i = 0; i < {a}; i++) a[i] = x[threadIdx.x * {a} + i];
+    for (int i = 0; i < {b}; i++) b[i] = x[4096 + threadIdx.x * {b} + i];
+    for (int i = 0; i < {c}; i++) c[i] = y[threadIdx.x * {c} + i];
+    matrix_{instruction.inputs}(c, a, b);
+    for (int i = 0; i < {c}; i++) y[threadIdx.x * {c} + i] = c[i];
+}}
+"""
+
+
+@pytest.mark.parametrize("target", [t for t in (*CUDA, *ROCM) if t.matrix], ids=str)
+def test_matrix_units_are_used_with_the_registers_that_the_fragments_take(target: GpuTarget) -> None:
+    source = '#include "prelude.h"\n' + "".join(matrix_kernel(target, i) for i in target.matrix)
+    binary = compiled(target, source)
+    assert [binary.kernels[inputs].stack for inputs in ("s8", "f16")] == [0, 0]
+    if target.kind == "cuda":
+        sass = disassemble(binary.code)
+        assert "IMMA.16832.S8.S8" in sass and "HMMA.16816.F32" in sass
+    else:
+        text = assembly(source, target)
+        for instruction in target.matrix:  # whose last underscore older assembly leaves out
+            assert re.search(instruction.name.replace("16_", "16_?"), text)
 
 
 @pytest.mark.parametrize("target", [CUDA[0], rocm.TARGETS["gfx942"]], ids=str)
