@@ -1,21 +1,26 @@
-"""The CPU back end: which family makes which op's kernel, and the cache of compiled ones."""
+"""The CPU back end: which family makes which op's kernel."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import tempfile
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import tvm
 from tvm.target import Target
 
-from zllmc.codegen import attention, attention_decode, elementwise, embedding, linear, norm, quantize, rope_kv
+from zllmc.codegen import (
+    attention,
+    attention_decode,
+    elementwise,
+    embedding,
+    linear,
+    norm,
+    pack_kernel,
+    quantize,
+    rope_kv,
+)
 from zllmc.codegen.build_object import compile_object
 from zllmc.codegen.cpu_executor import executor_object
+from zllmc.codegen.kernel_cache import EXECUTOR
 from zllmc.targets.cpu import CpuTarget
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.kernel_graph import KernelCall, symbol
@@ -32,6 +37,7 @@ FAMILIES: dict[str, Family] = {
         (embedding, ("embedding",)),
         (linear, ("linear",)),
         (norm, ("layer_norm", "norm_add", "rms_norm", "rms_norm_quantize")),
+        (pack_kernel, ("pack",)),
         (quantize, ("quantize",)),
         (rope_kv, ("kv_append", "rope", "rope_append", "rope_table")),
     )
@@ -47,33 +53,10 @@ def family_of(op: str) -> Family:
     return FAMILIES[op]
 
 
-def build_kernel(call: KernelCall, target: CpuTarget, cache_folder: Path | None = None) -> bytes:
-    """The object of one kernel, from the cache where an equal call was compiled before.
-
-    The cache is content-addressed (the call, the target, the compiler's own sources), so it is shared between
-    models and needs no invalidation. Writes are renamed into place: a killed compile leaves no half entry.
-    """
-    if cache_folder is None:
-        return _compile(call, target)
-    digest = hashlib.sha256(f"{call!r}\n{target!r}\n{compiler_fingerprint()}".encode()).hexdigest()
-    path = cache_folder / f"{digest}.o"
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        pass
-    code = _compile(call, target)
-    cache_folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=cache_folder, delete=False) as file:
-        file.write(code)
-    os.replace(file.name, path)
-    return code
-
-
-def build_executor(target: CpuTarget) -> bytes:
-    return executor_object(Target(target.llvm))
-
-
-def _compile(call: KernelCall, target: CpuTarget) -> bytes:
+def build_kernel(call: KernelCall, target: CpuTarget) -> bytes:
+    """The object of one kernel, or of the executor. Raises ZllmcError for what has no kernel."""
+    if call == EXECUTOR:
+        return build_executor(target)
     name = symbol(call)
     try:
         function = family_of(call.op)(call, target, name)
@@ -82,12 +65,5 @@ def _compile(call: KernelCall, target: CpuTarget) -> bytes:
     return compile_object({name: function}, Target(target.llvm))
 
 
-@cache
-def compiler_fingerprint() -> str:
-    """A digest of everything that decides what code a call becomes."""
-    digest = hashlib.sha256(tvm.__version__.encode())
-    here = Path(__file__).parent
-    for folder in (here, here.parent / "zllm_ir", here.parent / "targets"):
-        for path in sorted(folder.glob("*.py")):
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
+def build_executor(target: CpuTarget) -> bytes:
+    return executor_object(Target(target.llvm))

@@ -74,14 +74,8 @@ class CpuDevice:
         self.threads = physical_cores() if threads is None else threads
         if self.threads < 1:
             raise ValueError(f"threads is {self.threads}, must be at least 1")
-        try:
-            # `cxx` names no program: the loader would run the user's compiler to look for C++ libraries.
-            self._module = tvm_ffi_orcjit.default_session().load_module(
-                [item if isinstance(item, bytes) else str(item) for item in objects], cxx="no-compiler-needed"
-            )
-            layout = self._module.get_function("executor_layout")()
-        except (AttributeError, RuntimeError, ValueError) as error:
-            raise ZllmcError(f"the kernels cannot be loaded on this machine: {error}") from error
+        self._module = load_objects(objects)
+        layout = self._function("executor_layout")()
         if layout != _LAYOUT:
             raise ZllmcError(
                 f"the artifact's executor has layout {layout}, this version of zllmc runs {_LAYOUT}"
@@ -130,12 +124,7 @@ class CpuDevice:
             self._stop()
 
     def _function(self, name: str) -> Any:
-        try:
-            function = self._module.get_function(name)
-        except AttributeError as error:
-            raise ZllmcError(f"kernel {name} is not among the artifact's objects") from error
-        function.release_gil = True
-        return function
+        return native_function(self._module, name)
 
     def _replay(self, recording: Recording) -> None:
         with self._lock:
@@ -248,6 +237,28 @@ class Recording:
         finally:
             self._header["stamps"] = 0
         return np.diff(stamps)
+
+
+def load_objects(objects: Sequence[Path | bytes]) -> Any:
+    """Relocatable objects (paths or bytes) linked into memory. Raises ZllmcError for what this machine cannot
+    load."""
+    try:
+        # `cxx` names no program: the loader would run the user's compiler to look for C++ libraries.
+        return tvm_ffi_orcjit.default_session().load_module(
+            [item if isinstance(item, bytes) else str(item) for item in objects], cxx="no-compiler-needed"
+        )
+    except (AttributeError, RuntimeError, ValueError) as error:
+        raise ZllmcError(f"the kernels cannot be loaded on this machine: {error}") from error
+
+
+def native_function(module: Any, name: str) -> Any:
+    """A function of `load_objects`. Calls of it leave the GIL to other threads."""
+    try:
+        function = module.get_function(name)
+    except AttributeError as error:
+        raise ZllmcError(f"kernel {name} is not among the artifact's objects") from error
+    function.release_gil = True
+    return function
 
 
 def _work(worker: Any, pool: Memory, number: int, processor: int | None) -> None:

@@ -11,11 +11,14 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
+from zllmc.codegen.build import build_kernels
+from zllmc.codegen.kernel_cache import EXECUTOR, KernelCache
 from zllmc.frontends.chat_template import chat_templates_from_gguf, chat_templates_from_hf
 from zllmc.frontends.model import Model, load_model
 from zllmc.frontends.tokenizer import (
@@ -29,7 +32,7 @@ from zllmc.passes.plan import kernel_calls, make_plan, stored_weights
 from zllmc.runtime.artifact import FORMAT_VERSION, Manifest, Source, digests
 from zllmc.targets import cpu
 from zllmc.targets.cpu import CpuTarget
-from zllmc.weights import Progress, place_weights, write_weights
+from zllmc.weights import Progress, load_packers, pack_jobs, place_weights, write_weights
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.kernel_graph import KEY_BLOCK
 from zllmc.zllm_ir.types import KVType, TensorType
@@ -70,17 +73,20 @@ def compile_model(
     plan = make_plan(graphs, offsets)
 
     # TVM takes two seconds to import: a model that cannot be compiled is refused before.
-    from zllmc.codegen.cpu import build_executor, build_kernel
+
+    kernels = {symbol: (call, device) for symbol, call in calls.items()} | {"executor": (EXECUTOR, device)}
+    packing = pack_jobs(stored, device)
 
     with _atomic_folder(Path(output)) as folder:
-        kernels = folder / "kernels"
-        kernels.mkdir()
-        for done, (symbol, call) in enumerate(calls.items()):
-            progress("kernels", done, len(calls))
-            (kernels / f"{symbol}.o").write_bytes(build_kernel(call, device, kernel_cache))
-        (kernels / "executor.o").write_bytes(build_executor(device))
-        progress("kernels", len(calls), len(calls))
-        write_weights(folder / "weights.bin", source, stored, offsets, device, progress)
+        jobs = [*kernels.values(), *packing.values()]
+        objects = build_kernels(jobs, KernelCache(kernel_cache), partial(progress, "kernels"))
+        (folder / "kernels").mkdir()
+        for name, job in kernels.items():
+            (folder / "kernels" / f"{name}.o").write_bytes(objects[job])
+        packers = load_packers(packing, objects)
+        write_weights(
+            folder / "weights.bin", source, stored, offsets, weights_bytes, device, packers, progress
+        )
         (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
         if tokenizer is not None:
             (folder / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zllmc.codegen.packing import ROW_PAD, PackedLayout, layout_of, pack_rows
+from zllmc.codegen.build import Job
+from zllmc.codegen.packing import ROW_PAD, PackedLayout, layout_of, pack_call, pack_rows
 from zllmc.frontends.model import Model
-from zllmc.targets.cpu import CpuTarget
+from zllmc.runtime.cpu import load_objects, native_function
+from zllmc.targets.cpu import CpuTarget, detect
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.formats import FORMATS, decode, row_bytes
+from zllmc.zllm_ir.kernel_graph import symbol
 from zllmc.zllm_ir.types import TensorType
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
+Pack = Callable[[PackedLayout, NDArray[np.uint8]], NDArray[np.uint8]]  # like `pack_rows`
 Piece = tuple[int, Callable[[], NDArray[np.uint8]]]  # where in the file, and what makes its bytes
 
 _PACK_ELEMENTS = 1 << 22  # packed at a time by a thread: bounds the memory that packing takes
@@ -50,34 +55,85 @@ def place_weights(
     return offsets, end
 
 
+def pack_jobs(stored: Mapping[str, TensorType], device: CpuTarget) -> dict[str, Job]:
+    """The kernels that pack these weights, by format: for this machine, whatever `device` is. Empty where it
+    is none of the targets."""
+    try:
+        host = detect()
+    except ZllmcError:
+        return {}
+    formats = dict.fromkeys(type.dtype for type in stored.values() if type.dtype != "f32")
+    return {format: (pack_call(format, device.lanes), host) for format in formats}
+
+
+def load_packers(jobs: Mapping[str, Job], objects: Mapping[Job, bytes]) -> dict[str, Pack]:
+    """The functions in the objects of `pack_jobs`."""
+    if not jobs:
+        return {}
+    module = load_objects([objects[job] for job in jobs.values()])
+    return {
+        format: partial(_pack, native_function(module, symbol(call))) for format, (call, _) in jobs.items()
+    }
+
+
+def _pack(kernel: Any, layout: PackedLayout, raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    if rest := -len(raw) % layout.row_pad:
+        raw = np.concatenate([raw, np.zeros((rest, raw.shape[1]), np.uint8)])
+    groups = len(raw) // layout.lanes
+    packed: NDArray[np.uint8] = np.empty((groups, layout.group_bytes), np.uint8)
+    control = np.array([groups, layout.columns // layout.format.block], np.int32)
+    kernel(0, 1, *(ctypes.c_void_p(array.ctypes.data) for array in (control, raw, packed)))
+    return packed
+
+
 def write_weights(
     path: Path,
     model: Model,
     stored: Mapping[str, TensorType],
     offsets: Mapping[str, tuple[int, int]],
+    size: int,
     device: CpuTarget,
+    packers: Mapping[str, Pack],
     progress: Progress,
 ) -> None:
-    """Pack all weights into `path`, on all processors, a few pieces in memory at a time."""
+    """Pack all weights into `path`, on all processors, a piece at a time on each.
+
+    `offsets` and `size` are those of `place_weights`. A format that has no packer is packed in numpy.
+    """
     total = sum(size for _, size in offsets.values())
     done = 0
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    pieces = (
-        piece
-        for name, type in stored.items()
-        for piece in _pieces(model, name, type, offsets[name][0], device)
-    )
-    with path.open("wb") as file, ThreadPoolExecutor(processors) as pool:
-        for offset, data in _in_order(pool, pieces, processors):
-            file.seek(offset)
-            file.write(data.data)
-            done += data.nbytes
-            progress("weights", done, total)
-        last_offset, last_size = list(offsets.values())[-1]
-        file.truncate(-(-(last_offset + last_size) // _PAGE) * _PAGE)
+    with path.open("wb") as file:
+        file.truncate(size)
+        pool = ThreadPoolExecutor(processors)
+        try:
+            writing = [
+                pool.submit(_write, file.fileno(), *piece)
+                for name, type in stored.items()
+                for piece in _pieces(
+                    model, name, type, offsets[name][0], device, packers.get(type.dtype, pack_rows)
+                )
+            ]
+            for future in as_completed(writing):
+                done += future.result()
+                progress("weights", done, total)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def _pieces(model: Model, name: str, type: TensorType, offset: int, device: CpuTarget) -> Iterator[Piece]:
+def _write(file: int, offset: int, make: Callable[[], NDArray[np.uint8]]) -> int:
+    """Write a piece in its place; returns its size."""
+    data = make()
+    left = data.data.cast("B")
+    while left:
+        count = os.pwrite(file, left, offset)
+        left, offset = left[count:], offset + count
+    return data.nbytes
+
+
+def _pieces(
+    model: Model, name: str, type: TensorType, offset: int, device: CpuTarget, pack: Pack
+) -> Iterator[Piece]:
     raw = model.weights[name]
     if type.dtype == "f32":
         formats = {w.name: w.type.dtype for w in model.graph.weights if isinstance(w.type, TensorType)}
@@ -85,26 +141,10 @@ def _pieces(model: Model, name: str, type: TensorType, offset: int, device: CpuT
         return
     layout = _layout(type, device)
     matrix = raw.reshape(layout.rows, row_bytes(layout.format, layout.columns))
-    step = max(1, _PACK_ELEMENTS // layout.columns // ROW_PAD) * ROW_PAD
+    step = max(1, _PACK_ELEMENTS // layout.columns // layout.row_pad) * layout.row_pad
     for start in range(0, layout.rows, step):
         at = offset + start // layout.lanes * layout.group_bytes
-        yield at, partial(_flat, layout, matrix[start : start + step])
-
-
-def _in_order(pool: Executor, pieces: Iterable[Piece], ahead: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """The pieces' bytes in order, with `ahead` pieces in the making."""
-    pending: deque[tuple[int, Future[NDArray[np.uint8]]]] = deque()
-    for offset, make in pieces:
-        pending.append((offset, pool.submit(make)))
-        if len(pending) > ahead:
-            first, future = pending.popleft()
-            yield first, future.result()
-    for offset, future in pending:
-        yield offset, future.result()
-
-
-def _flat(layout: PackedLayout, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return pack_rows(layout, rows).reshape(-1)
+        yield at, partial(pack, layout, matrix[start : start + step])
 
 
 def _vector(format: str, shape: tuple[int, ...], raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
