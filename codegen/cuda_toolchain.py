@@ -79,7 +79,10 @@ class Nvcc:
 
     def supports(self, target: GpuTarget) -> bool:
         """Whether it knows the architecture."""
-        return target.name in run_compiler([self.path, "--list-gpu-code"], Path()).split()
+        try:
+            return target.name in run_compiler([self.path, "--list-gpu-code"], Path()).split()
+        except (OSError, ValueError):  # it does not even run
+            return False
 
     def compile(self, source: str, target: GpuTarget, output: str) -> tuple[bytes, str]:
         """The `output`, "cubin" or "ptx", and the log."""

@@ -41,10 +41,13 @@ class Clang:
 
     def usable(self) -> bool:
         """Whether it is new enough, has the AMDGPU back end, and a linker for it."""
-        version = re.search(r"clang version (\d+)", self._ask("--version"))
-        if version is None or int(version[1]) < _OLDEST or "amdgcn" not in self._ask("--print-targets"):
+        try:
+            version = re.search(r"clang version (\d+)", self._ask("--version"))
+            if version is None or int(version[1]) < _OLDEST or "amdgcn" not in self._ask("--print-targets"):
+                return False
+            return bool(self.linker) or Path(self._ask("--print-prog-name=lld").strip()).is_absolute()
+        except (OSError, ValueError):  # it does not even run
             return False
-        return bool(self.linker) or Path(self._ask("--print-prog-name=lld").strip()).is_absolute()
 
     def _ask(self, question: str) -> str:
         return run_compiler([*self.command, question], Path())

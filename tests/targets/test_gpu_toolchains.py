@@ -249,3 +249,6 @@ def test_a_clang_that_is_old_or_has_no_amd_back_end_or_linker_is_passed_over(tmp
     assert not fake_clang(tmp_path, 17, "amdgcn", "/usr/lib/llvm-17/bin/lld").usable()
     assert not fake_clang(tmp_path, 20, "x86-64", "/usr/lib/llvm-20/bin/lld").usable()
     assert not fake_clang(tmp_path, 21, "amdgcn", "lld").usable()
+    assert not Clang(("/bin/false",)).usable()
+    assert not Clang((str(tmp_path / "absent"),)).usable()
+    assert not cuda_toolchain.Nvcc("/bin/false").supports(CUDA[0])
