@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
@@ -27,12 +28,12 @@ from zllmc.codegen.tir import (
     Register,
     bind,
     broadcast,
+    choose,
     const,
     hold,
     lanes_of,
     local,
     serial,
-    when,
 )
 from zllmc.codegen.vector_math import exp, fma, sum_lanes
 from zllmc.targets.cpu import CpuTarget
@@ -82,20 +83,33 @@ def attention_partial(call: KernelCall, target: CpuTarget, name: str) -> Any:
             split = hold(number - kv_head * splits)
             begin = hold(tirx.min(start + split * part, total))
             end = hold(tirx.min(begin + part, total))
-            with serial(0, shape.unit) as i:
-                spare = tirx.min(i, group - 1)  # a last tile's spare rows repeat the last head
-                unit.start(i, q, (kv_head * group + spare) * head_dim, low, total)
-            with when(begin < end):
-                unit.attend(Head(cache, memory, kv_head, shape.lanes), begin, end, tiles)
-            with serial(0, group) as i:
+
+            def give(i: Expr, output: Callable[[Expr], Expr], maximum: Expr, sum: Expr) -> None:
                 at = bind((kv_head * group + i) * call.results[0].stride)
                 with serial(0, head_dim // shape.lanes) as v:
-                    output = unit.output.load(i * head_dim + v * shape.lanes, shape.lanes)
-                    out.store(at + split * head_dim + v * shape.lanes, output)
-                nothing = const(-math.inf, "float32")
-                maximum = tirx.Select(begin < end, unit.maximum.load(i), nothing)
+                    out.store(at + split * head_dim + v * shape.lanes, output(v * shape.lanes))
                 out.store(at + splits * head_dim + split, maximum)
-                out.store(at + splits * (head_dim + 1) + split, unit.total(i))
+                out.store(at + splits * (head_dim + 1) + split, sum)
+
+            def attend() -> None:
+                with serial(0, shape.unit) as i:
+                    spare = tirx.min(i, group - 1)  # a last tile's spare rows repeat the last head
+                    unit.start(i, q, (kv_head * group + spare) * head_dim, low, total)
+                unit.attend(Head(cache, memory, kv_head, shape.lanes), begin, end, tiles)
+                with serial(0, group) as i:
+                    give(
+                        i,
+                        lambda e: unit.output.load(i * head_dim + e, shape.lanes),
+                        unit.maximum.load(i),
+                        unit.total(i),
+                    )
+
+            def nothing() -> None:
+                with serial(0, group) as i:
+                    zero = const(0.0, "float32")
+                    give(i, lambda _: broadcast(zero, shape.lanes), const(-math.inf, "float32"), zero)
+
+            choose(begin < end, attend, nothing)
     return k.function
 
 
