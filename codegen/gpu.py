@@ -26,6 +26,7 @@ class VectorUnit:
     lanes: int = LANES
     registers: int = 32
     dot: str = "dot4"
+    float64: bool = False
 
 
 _UNIT = VectorUnit()

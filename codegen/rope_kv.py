@@ -29,7 +29,7 @@ from zllmc.codegen.tir import (
     local,
     serial,
 )
-from zllmc.codegen.vector_math import fma, sin_cos
+from zllmc.codegen.vector_math import fma, sin_cos, sin_cos_turns
 from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.errors import IRError
 from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, KVOperand, Operand
@@ -41,39 +41,68 @@ _SCALE_GROUP = 64  # elements of a q8 key or value that share a scale
 
 
 def rope_table(call: KernelCall, target: VectorTarget, name: str) -> Any:
-    """cos and sin f32 (T, dims/2) at i32 positions (T,); angles are reduced in float64."""
+    """cos and sin f32 (T, dims/2) at i32 positions (T,). Angles are reduced in float64, or in two float32
+    where there is none."""
     attrs = OPS[call.op].bind_attrs(call.attributes)
     half = attrs["dims"] // 2
     # Factors divide θ, and every frequency is linear in θ: they can divide at run time what is made without.
     frequencies, magnitude = rope_frequencies(None, **attrs)
+    double = target.float64
     with Kernel(name, **signature(call)) as k:
         control, positions, *factors, cos, sin = k.arguments
-        table = _constants(frequencies)
+        if double:
+            tables = [_constants(frequencies)]
+        else:
+            turns = frequencies / (2 * np.pi)
+            high = turns.astype(np.float32)
+            tables = [_constants(high), _constants((turns - high).astype(np.float32))]
 
-        def block(row: Expr, column: Expr, _vectors: list[tuple[int, int]]) -> None:
-            position = bind(cast(positions.load(row), "float64"))
-            for offset, n in _vectors:
-                frequency = table.load(column + offset, n)
-                if factors:
-                    frequency = frequency / cast(factors[0].load(column + offset, n), "float64")
+        def block(row: Expr, column: Expr, vectors: list[tuple[int, int]]) -> None:
+            position = bind(cast(positions.load(row), "float64" if double else "float32"))
+            for offset, n in vectors:
+                rate = [bind(table.load(column + offset, n)) for table in tables]
+                factor = factors[0].load(column + offset, n) if factors else None
+                of = sin_cos_of if double else sin_cos_of_turns
                 for memory, operand, value in zip(
-                    (cos, sin),
-                    call.results,
-                    reversed(sin_cos(bind(broadcast(position, n) * frequency))),
-                    strict=True,
+                    (cos, sin), call.results, reversed(of(broadcast(position, n), rate, factor)), strict=True
                 ):
-                    scaled = value * const(magnitude, "float64", n)
+                    scaled = value * const(magnitude, "float64" if double else "float32", n)
                     memory.store(row * operand.stride + column + offset, cast(scaled, "float32"))
 
-        for_blocks(k, row_count(tensors(call)[0], control), half, target.lanes // 2, block)
+        lanes = target.lanes // 2 if double else target.lanes
+        for_blocks(k, row_count(tensors(call)[0], control), half, lanes, block)
     return k.function
 
 
-def _constants(values: np.ndarray[Any, np.dtype[np.float64]]) -> Memory:
+def sin_cos_of(position: Expr, rate: list[Expr], factor: Expr | None) -> tuple[Expr, Expr]:
+    """sin and cos of position · rate (/ factor), f64."""
+    (frequency,) = rate
+    if factor is not None:
+        frequency = frequency / cast(factor, "float64")
+    return sin_cos(bind(position * frequency))
+
+
+def sin_cos_of_turns(position: Expr, rate: list[Expr], factor: Expr | None) -> tuple[Expr, Expr]:
+    """The same in f32, with the rate in turns per position as the sum of two f32.
+
+    fma gives the rounding errors of the quotient and the product, so the fraction of a turn is right to
+    2⁻²⁴ for positions below 2²⁴.
+    """
+    high, low = rate
+    if factor is not None:
+        quotient = bind(high / factor)
+        low = bind((fma(const(0.0, "float32", lanes_of(high)) - quotient, factor, high) + low) / factor)
+        high = quotient
+    turns = bind(position * high)
+    error = fma(position, high, const(0.0, "float32", lanes_of(high)) - turns)
+    return sin_cos_turns(turns, bind(fma(position, low, error)))
+
+
+def _constants(values: np.ndarray[Any, Any]) -> Memory:
     """A table on the stack: cheaper to fill than to find a place for in the calling convention."""
-    table = local("float64", len(values))
+    table = local(str(values.dtype), len(values))
     for i, value in enumerate(values):
-        table.store(i, const(float(value), "float64"))
+        table.store(i, const(float(value), str(values.dtype)))
     return table
 
 

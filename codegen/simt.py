@@ -2,7 +2,7 @@
 
 A GPU is seen as a machine with many vector units of LANES lanes. The kernel families are written for a vector
 machine, as (thread, threads) with values of `lanes` elements; here a unit's lanes are LANES neighbouring GPU
-threads, and `thread` is the unit's number:
+threads, and a thread is a unit (`worker` in the source, since Metal has other plans for the word):
 
     a scalar                     the same in all lanes
     a vector of N ≤ LANES        element i in lane i; the lanes from N on hold nothing of use
@@ -40,6 +40,7 @@ class Dialect:
     constant: str = "const "  # before the type of a pointer to a table at file scope
     table: str = "static __device__ const "
     function: str = "static __device__ inline "
+    long: str = "long long"  # 64 bits
     metal: bool = False
 
 
@@ -54,6 +55,7 @@ DIALECTS = {
         "constant ",
         "constant ",
         "static inline ",
+        "long",
         metal=True,
     ),
 }
@@ -99,7 +101,7 @@ class _Printer:
     def print(self, function: Any) -> Source:
         self.x = Expressions(self.dialect.constant, self._variable, self._loading)
         thread, threads, *pointers = function.params
-        self.x.names[thread], self.x.names[threads] = "thread", str(self.blocks * self.units)
+        self.x.names[thread], self.x.names[threads] = "worker", str(self.blocks * self.units)
         arguments = [
             self._argument(i, p, bool(function.attrs["tirx.noalias"])) for i, p in enumerate(pointers)
         ]
@@ -117,7 +119,7 @@ class _Printer:
             *arrays,
             *self.lines,
         ]
-        text = "\n".join([*parts, "}\n"])
+        text = "\n".join([*parts, "}\n"]).replace("long long", self.dialect.long)
         return Source(name, text, self.blocks, self.units * LANES, sum(sizes.values()))
 
     def _argument(self, number: int, pointer: Any, noalias: bool) -> str:
@@ -137,12 +139,12 @@ class _Printer:
             ]
             opening, inside, block = "kernel void", "int(thread_position)", "int(block_position.x)"
         else:
-            opening = f'extern "C" __global__ void __launch_bounds__({self.units * LANES})'
+            opening = f'extern "C" __global__ void __launch_bounds__({self.units * LANES}, 1)'
             inside, block = "int(threadIdx.x)", "int(blockIdx.x)"
         return [
             f"{opening} {name}({', '.join(arguments)}) {{",
             f"  const int lane = {inside} % {LANES}, unit = {inside} / {LANES};",
-            f"  const int thread = {block} * {self.units} + unit;",
+            f"  const int worker = {block} * {self.units} + unit;",
         ]
 
     def _table(self, data: bytes, name: str) -> str:

@@ -126,7 +126,7 @@ class Expressions:
         value = int(node.value)
         match str(node.ty.dtype):
             case "int64":
-                return f"{value}ll"
+                return f"(long long){value}"
             case "uint8" | "uint16" | "uint32":
                 return f"{value}u"
             case "bool":

@@ -141,10 +141,31 @@ def sin_cos(angle: Expr) -> tuple[Expr, Expr]:
     n = bind(llvm("llvm.rint", typed("float64", lanes), angle * c(1 / _HALF_PI)))
     r = bind(fma(n, c(-_HALF_PI), angle))
     r = bind(fma(n, c(-_HALF_PI_LOW), r))
+    return _sin_cos_near(r, cast(n, "int32"), terms=7)
+
+
+def sin_cos_turns(turns: Expr, rest: Expr) -> tuple[Expr, Expr]:
+    """sin and cos of 2π · (turns + rest), f32 vectors with |rest| far below 1, within 2e-7."""
+    lanes = lanes_of(turns)
+
+    def whole(x: Expr) -> Expr:
+        return bind(llvm("llvm.rint", typed("float32", lanes), x))
+
+    fraction = bind((turns - whole(turns)) + rest)
+    quarters = whole(fraction * const(4.0, "float32", lanes))
+    r = bind(fma(quarters, const(-0.25, "float32", lanes), fraction) * const(2 * math.pi, "float32", lanes))
+    return _sin_cos_near(r, cast(quarters, "int32"), terms=5)
+
+
+def _sin_cos_near(r: Expr, quadrant: Expr, terms: int) -> tuple[Expr, Expr]:
+    """sin and cos of r + quadrant · π/2 with |r| ≤ π/4, by `terms` terms of the Taylor series."""
+    lanes, dtype = lanes_of(r), str(r.ty.dtype).split("x")[0]
+    quadrant = bind(quadrant)
     square = bind(r * r)
-    sine = bind(r * polynomial(square, [(-1) ** i / math.factorial(2 * i + 1) for i in range(6)], "float64"))
-    cosine = bind(polynomial(square, [(-1) ** i / math.factorial(2 * i) for i in range(7)], "float64"))
-    quadrant = bind(cast(n, "int32"))
+    sines = [(-1) ** i / math.factorial(2 * i + 1) for i in range(terms - 1)]
+    cosines = [(-1) ** i / math.factorial(2 * i) for i in range(terms)]
+    sine, cosine = bind(r * polynomial(square, sines, dtype)), bind(polynomial(square, cosines, dtype))
+    zero = const(0.0, dtype, lanes)
 
     def has(value: Expr, mask: int) -> Expr:
         return tirx.NE(value & const(mask, "int32", lanes), const(0, "int32", lanes))
@@ -152,8 +173,8 @@ def sin_cos(angle: Expr) -> tuple[Expr, Expr]:
     swapped_sine = bind(tirx.Select(has(quadrant, 1), cosine, sine))
     swapped_cosine = bind(tirx.Select(has(quadrant, 1), sine, cosine))
     return (
-        tirx.Select(has(quadrant, 2), c(0.0) - swapped_sine, swapped_sine),
-        tirx.Select(has(quadrant + const(1, "int32", lanes), 2), c(0.0) - swapped_cosine, swapped_cosine),
+        tirx.Select(has(quadrant, 2), zero - swapped_sine, swapped_sine),
+        tirx.Select(has(quadrant + const(1, "int32", lanes), 2), zero - swapped_cosine, swapped_cosine),
     )
 
 

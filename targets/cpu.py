@@ -26,6 +26,7 @@ class CpuTarget:
     registers: int
     dot: str
     requires: frozenset[str]  # /proc/cpuinfo flags that the machine must have
+    float64: bool = True
 
     def __str__(self) -> str:
         return f"cpu:{self.name}"

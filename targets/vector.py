@@ -7,7 +7,7 @@ from typing import Protocol
 
 class VectorTarget(Protocol):
     """A vector has `lanes` f32 elements, and `registers` of them stay at hand; `dot` names how int8 products
-    are summed, see `codegen.dot`."""
+    are summed, see `codegen.dot`; `float64` says whether there is such arithmetic at a bearable speed."""
 
     @property
     def lanes(self) -> int: ...
@@ -15,3 +15,5 @@ class VectorTarget(Protocol):
     def registers(self) -> int: ...
     @property
     def dot(self) -> str: ...
+    @property
+    def float64(self) -> bool: ...
