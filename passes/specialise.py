@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import sympy
 
@@ -48,6 +49,7 @@ def _fixed(value: Value) -> Value:
     return Value(value.name, TensorType(value.type.dtype, tuple(_one(d) for d in value.type.shape)))
 
 
+@cache  # a model repeats a few dimensions hundreds of times
 def _one(dim: Dim) -> Dim:
     dim = sympy.sympify(dim).subs({T: 1, R: 1})
     return int(dim) if dim.is_Integer else dim

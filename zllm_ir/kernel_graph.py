@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -77,6 +78,7 @@ class KernelCall:
         return dict(self.attrs)
 
 
+@cache
 def symbol(call: KernelCall) -> str:
     """The name of the call's kernel: equal calls have equal names, in every process."""
     operands = (o.type.dtype for o in call.operands if isinstance(o, Operand))

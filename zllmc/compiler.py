@@ -10,10 +10,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from threading import Event
 
 import msgspec
 
@@ -64,37 +66,43 @@ def compile_model(
         context = source.facts.trained_context
         source = load_model(model, context=context, kv=kv)
     capacity = -(-(context or DEFAULT_CONTEXT) // KEY_BLOCK) * KEY_BLOCK
-    tokenizer, template = _texts(source)
+    with _describing(source.path) as described:
+        tokenizer, template = _texts(source)
 
-    graphs = lower_entries(source.graph, context=capacity, dump=dump_ir, check=verify)
-    calls = kernel_calls(graphs.values())
-    stored = stored_weights(graphs.values())
-    offsets, weights_bytes = place_weights(source, stored, device)
-    plan = make_plan(graphs, offsets)
+        graphs = lower_entries(source.graph, context=capacity, dump=dump_ir, check=verify)
+        calls = kernel_calls(graphs.values())
+        stored = stored_weights(graphs.values())
+        offsets, weights_bytes = place_weights(source, stored, device)
+        plan = make_plan(graphs, offsets)
 
-    # TVM takes two seconds to import: a model that cannot be compiled is refused before.
+        kernels = {symbol: (call, device) for symbol, call in calls.items()} | {
+            "executor": (EXECUTOR, device)
+        }
+        packing = pack_jobs(stored, device)
 
-    kernels = {symbol: (call, device) for symbol, call in calls.items()} | {"executor": (EXECUTOR, device)}
-    packing = pack_jobs(stored, device)
-
-    with _atomic_folder(Path(output)) as folder:
-        jobs = [*kernels.values(), *packing.values()]
-        objects = build_kernels(jobs, KernelCache(kernel_cache), partial(progress, "kernels"))
-        (folder / "kernels").mkdir()
-        for name, job in kernels.items():
-            (folder / "kernels" / f"{name}.o").write_bytes(objects[job])
-        packers = load_packers(packing, objects)
-        write_weights(
-            folder / "weights.bin", source, stored, offsets, weights_bytes, device, packers, progress
-        )
-        (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
-        if tokenizer is not None:
-            (folder / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
-            (folder / "tokenizer_facts.json").write_bytes(msgspec.json.encode(tokenizer.facts))
-        if template is not None:
-            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-        manifest = _manifest(source, device, capacity, kv, weights_bytes, digests(folder), progress)
-        (folder / "manifest.json").write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+        with _atomic_folder(Path(output)) as folder:
+            jobs = [*kernels.values(), *packing.values()]
+            objects = build_kernels(jobs, KernelCache(kernel_cache), partial(progress, "kernels"))
+            (folder / "kernels").mkdir()
+            for name, job in kernels.items():
+                (folder / "kernels" / f"{name}.o").write_bytes(objects[job])
+            packers = load_packers(packing, objects)
+            write_weights(
+                folder / "weights.bin", source, stored, offsets, weights_bytes, device, packers, progress
+            )
+            (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
+            if tokenizer is not None:
+                (folder / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
+                (folder / "tokenizer_facts.json").write_bytes(msgspec.json.encode(tokenizer.facts))
+            if template is not None:
+                (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+            progress("checksum", 0, 1)
+            origin = described.result()
+            progress("checksum", 1, 1)
+            manifest = _manifest(source, origin, device, capacity, kv, weights_bytes, digests(folder))
+            (folder / "manifest.json").write_bytes(
+                msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+            )
     return Path(output)
 
 
@@ -183,12 +191,12 @@ def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
 
 def _manifest(
     model: Model,
+    source: Source,
     device: CpuTarget,
     context: int,
     kv: str,
     weights_bytes: int,
     files: dict[str, str],
-    progress: Progress,
 ) -> Manifest:
     formats: dict[str, int] = {}
     for value in model.graph.weights:
@@ -196,9 +204,6 @@ def _manifest(
             format = value.type.dtype
             formats[format] = formats.get(format, 0) + model.weights[value.name].nbytes
     states = [s.type for s in model.graph.states if isinstance(s.type, KVType)]
-    progress("checksum", 0, 1)
-    source = _source(model.path)
-    progress("checksum", 1, 1)
     return Manifest(
         format_version=FORMAT_VERSION,
         compiler=version("zllmc"),
@@ -222,12 +227,25 @@ def _manifest(
     )
 
 
-def _source(path: Path) -> Source:
+@contextmanager
+def _describing(path: Path) -> Iterator[Future[Source]]:
+    """Digests the model's files in the background. Whoever leaves early does not wait for it."""
+    left = Event()
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            yield thread.submit(_source, path, left)
+        finally:
+            left.set()
+
+
+def _source(path: Path, left: Event) -> Source:
     """Name, size and digest of the model's file, or of all files of a folder in order."""
     files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
     digest = hashlib.sha256()
+    # Large blocks: between them, this thread needs the interpreter, where others are busy.
+    block = memoryview(bytearray(1 << 24))
     for file in files:
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
+        with file.open("rb", buffering=0) as stream:
+            while not left.is_set() and (count := stream.readinto(block)):
+                digest.update(block[:count])
     return Source(path.name, sum(f.stat().st_size for f in files), digest.hexdigest())
