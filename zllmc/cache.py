@@ -172,7 +172,8 @@ def _compiler_key() -> str:
     from importlib.metadata import version
 
     digest = hashlib.sha256(version("apache-tvm").encode())
-    sources = [Path(__file__).with_name("compiler.py"), Path(artifact_format.__file__)]
+    here = Path(__file__)
+    sources = [here.with_name("compiler.py"), here.with_name("weights.py"), Path(artifact_format.__file__)]
     for name in _COMPILER:
         spec = find_spec(f"zllmc.{name}")
         for place in (spec.submodule_search_locations or []) if spec else []:

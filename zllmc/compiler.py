@@ -81,7 +81,7 @@ def compile_model(
         packing = pack_jobs(stored, device)
 
         with _atomic_folder(Path(output)) as folder:
-            jobs = [*kernels.values(), *packing.values()]
+            jobs = [*packing.values(), *kernels.values()]
             objects = build_kernels(jobs, KernelCache(kernel_cache), partial(progress, "kernels"))
             (folder / "kernels").mkdir()
             for name, job in kernels.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zllmc.codegen.build import Job
 from zllmc.codegen.packing import ROW_PAD, PackedLayout, layout_of, pack_call, pack_rows
@@ -20,13 +20,14 @@ from zllmc.frontends.model import Model
 from zllmc.runtime.cpu import load_objects, native_function
 from zllmc.targets.cpu import CpuTarget, detect
 from zllmc.zllm_ir.errors import ZllmcError
-from zllmc.zllm_ir.formats import FORMATS, decode, row_bytes
+from zllmc.zllm_ir.formats import FORMATS, Bytes, decode, row_bytes
 from zllmc.zllm_ir.kernel_graph import symbol
 from zllmc.zllm_ir.types import TensorType
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
-Pack = Callable[[PackedLayout, NDArray[np.uint8]], NDArray[np.uint8]]  # like `pack_rows`
-Piece = tuple[int, Callable[[], NDArray[np.uint8]]]  # where in the file, and what makes its bytes
+Pack = Callable[[PackedLayout, Bytes], Bytes]  # like `pack_rows`
+# Where in the file, the model's bytes, and what makes the file's bytes of them.
+Piece = tuple[int, Bytes, Callable[[Bytes], Bytes]]
 
 _PACK_ELEMENTS = 1 << 22  # packed at a time by a thread: bounds the memory that packing takes
 _PAGE = 4096
@@ -76,11 +77,11 @@ def load_packers(jobs: Mapping[str, Job], objects: Mapping[Job, bytes]) -> dict[
     }
 
 
-def _pack(kernel: Any, layout: PackedLayout, raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _pack(kernel: Any, layout: PackedLayout, raw: Bytes) -> Bytes:
     if rest := -len(raw) % layout.row_pad:
         raw = np.concatenate([raw, np.zeros((rest, raw.shape[1]), np.uint8)])
     groups = len(raw) // layout.lanes
-    packed: NDArray[np.uint8] = np.empty((groups, layout.group_bytes), np.uint8)
+    packed: Bytes = np.empty((groups, layout.group_bytes), np.uint8)
     control = np.array([groups, layout.columns // layout.format.block], np.int32)
     kernel(0, 1, *(ctypes.c_void_p(array.ctypes.data) for array in (control, raw, packed)))
     return packed
@@ -121,14 +122,29 @@ def write_weights(
             pool.shutdown(cancel_futures=True)
 
 
-def _write(file: int, offset: int, make: Callable[[], NDArray[np.uint8]]) -> int:
+def _write(file: int, offset: int, raw: Bytes, make: Callable[[Bytes], Bytes]) -> int:
     """Write a piece in its place; returns its size."""
-    data = make()
+    data = make(raw)
+    _unmap(raw)
     left = data.data.cast("B")
     while left:
         count = os.pwrite(file, left, offset)
         left, offset = left[count:], offset + count
     return data.nbytes
+
+
+def _unmap(raw: Bytes) -> None:
+    """Let go of the pages of a mapped file, or they count as this process's memory. They come back from the
+    system's cache if they are read again."""
+    base: Any = raw
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, memoryview):
+        base = base.obj
+    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        start = raw.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
+        aligned = start // mmap.PAGESIZE * mmap.PAGESIZE
+        base.madvise(mmap.MADV_DONTNEED, aligned, start + raw.nbytes - aligned)
 
 
 def _pieces(
@@ -137,17 +153,17 @@ def _pieces(
     raw = model.weights[name]
     if type.dtype == "f32":
         formats = {w.name: w.type.dtype for w in model.graph.weights if isinstance(w.type, TensorType)}
-        yield offset, partial(_vector, formats[name], _shape(type), raw)
+        yield offset, raw, partial(_vector, formats[name], _shape(type))
         return
     layout = _layout(type, device)
     matrix = raw.reshape(layout.rows, row_bytes(layout.format, layout.columns))
     step = max(1, _PACK_ELEMENTS // layout.columns // layout.row_pad) * layout.row_pad
     for start in range(0, layout.rows, step):
         at = offset + start // layout.lanes * layout.group_bytes
-        yield at, partial(pack, layout, matrix[start : start + step])
+        yield at, matrix[start : start + step], partial(pack, layout)
 
 
-def _vector(format: str, shape: tuple[int, ...], raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _vector(format: str, shape: tuple[int, ...], raw: Bytes) -> Bytes:
     fmt = FORMATS[format]
     numbers = decode(fmt, raw.reshape(-1, row_bytes(fmt, shape[-1]))).reshape(-1)
     return np.pad(numbers, (0, -len(numbers) % ROW_PAD)).view(np.uint8)
