@@ -44,7 +44,7 @@ _GUARD = 64 << 20  # bytes around a buffer that are not accessible
 # documents, "LDS"; Metal Feature Set Tables, "Maximum total threadgroup memory allocation".
 _SHARED_MEMORY: dict[Dialect, int] = {"cuda": 48 << 10, "hip": 64 << 10, "metal": 32 << 10}
 
-# What devices do not fuse the host must not; executor.cpp has the functions that checks which fail call.
+# What devices do not fuse the host must not; prelude.h has the functions that a failed check calls.
 _FLAGS = [f"-I{_SIMT}", "-O1", "-fsigned-char", "-ffp-contract=off", "-fstack-clash-protection"]
 _FLAGS += ["-mfma"] if host_architecture() == "x86_64" and "fma" in host_flags() else []
 _FLAGS += ["-fsanitize=alignment,bounds,shift-exponent", "-fno-sanitize-recover=all"]
@@ -73,7 +73,7 @@ _FAILURE = np.dtype(
 )
 
 _KERNEL = (
-    r"(?:__global__\s+void\s+(?:__launch_bounds__\((?P<bound>\d+)\)\s*)?|\bkernel\s+void\s+)"
+    r"(?:__global__\s+void\s+(?:__launch_bounds__\((?P<bound>\d+)[^)]*\)\s*)?|\bkernel\s+void\s+)"
     r"(?P<kernel>\w+)\s*\((?P<parameters>[^{;]*)\)\s*\{"
 )
 _SHARED = (
@@ -113,11 +113,11 @@ class EmulatedDevice:
         self.subgroup = subgroup
         self._left = left
         self._executor = _executor(cache)
-        text, self._kernels = _translation_unit(sources, dialect)
+        texts, self._kernels = _translation_units(sources, dialect)
         flags = [*_FLAGS, f"-DSUBGROUP={subgroup}", f"-DZLLMC_{dialect.upper()}"]
         headers = [_SIMT / "executor.h", _SIMT / "prelude.h"]
         try:
-            self._library = ctypes.CDLL(str(compile_library(text, flags, headers, cache)))
+            self._library = ctypes.CDLL(str(compile_library(texts, flags, headers, cache)))
         except CompileError as error:
             raise KernelError(f"the {dialect} sources do not compile: {error}") from error
         self._options = np.zeros(1, _OPTIONS)
@@ -281,9 +281,8 @@ def _pointers(launch: Launch) -> tuple[Pointer, ...]:
 def _executor(cache: Path | None) -> ctypes.CDLL:
     """The library that runs kernels. Its symbols are global, for theirs."""
     source = (_SIMT / "executor.cpp").read_text()
-    path = compile_library(
-        source, [f"-I{_SIMT}", "-O2"], [_SIMT / name for name in ("executor.h", "fibers.h", "block.h")], cache
-    )
+    headers = [_SIMT / name for name in ("executor.h", "fibers.h", "block.h")]
+    path = compile_library([source], [f"-I{_SIMT}", "-O2"], headers, cache)
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     library.simt_allocate.argtypes = [ctypes.c_size_t, ctypes.c_int]
     library.simt_allocate.restype = ctypes.c_void_p
@@ -293,25 +292,25 @@ def _executor(cache: Path | None) -> ctypes.CDLL:
     return library
 
 
-def _translation_unit(sources: Mapping[str, str], dialect: Dialect) -> tuple[str, dict[str, _Kernel]]:
-    """One C++ source of all kernels, each with an entry `simt_entry_NAME` that takes an array of pointers.
+def _translation_units(sources: Mapping[str, str], dialect: Dialect) -> tuple[list[str], dict[str, _Kernel]]:
+    """The sources as C++, with their lines kept, and their kernels.
 
-    Sources keep their lines, and get a namespace each.
+    Each kernel gets an entry `simt_entry_NAME` that takes an array of pointers.
     """
     position = ["simt_thread().x", "simt_block()"] if dialect == "metal" else []
     kernels: dict[str, _Kernel] = {}
-    parts = ['#include "prelude.h"']
-    for number, (file, text) in enumerate(sources.items()):
-        parts += [f"namespace source_{number} {{", f'#line 1 "{file}"', _with_shared_arrays(text), "}"]
+    texts = []
+    for file, text in sources.items():
+        parts = ['#include "prelude.h"', "namespace {", f'#line 1 "{file}"', _with_shared_arrays(text), "}"]
         for match in re.finditer(_KERNEL, text):
             name, pointers = match["kernel"], match["parameters"].count("*")
             if name in kernels:
                 raise KernelError(f"{file}: there are two kernels {name}")
             kernels[name] = _Kernel(pointers, int(match["bound"] or _MAX_THREADS))
             arguments = ", ".join([f"SimtPointer{{a[{i}]}}" for i in range(pointers)] + position)
-            head = f'extern "C" void simt_entry_{name}(void* const* a)'
-            parts.append(f"{head} {{ source_{number}::{name}({arguments}); }}")
-    return "\n".join(parts) + "\n", kernels
+            parts.append(f'extern "C" void simt_entry_{name}(void* const* a) {{ {name}({arguments}); }}')
+        texts.append("\n".join(parts) + "\n")
+    return texts, kernels
 
 
 def _with_shared_arrays(text: str) -> str:

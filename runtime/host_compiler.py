@@ -1,6 +1,6 @@
 """The host's C++ compiler: finds it, and compiles shared libraries into a cache.
 
-A library's key covers all that decides its content, so an entry never goes stale, and a cached one needs no
+A file's key covers all that decides its content, so an entry never goes stale, and what is cached needs no
 compiler.
 """
 
@@ -14,13 +14,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
+from zllmc.runtime.processors import physical_cores
 from zllmc.zllm_ir.errors import ZllmcError
 
+# Zig has checks by default, and links functions of its own for them: none but those that are asked for.
 _FLAGS = ["-std=c++17", "-fPIC", "-w", "-fno-exceptions", "-fno-stack-protector", "-U_FORTIFY_SOURCE"]
-_LINK = ["-shared"]
+_FLAGS += ["-fno-sanitize=all"]
+_LINK = ["-shared", "-fno-sanitize=all"]
 if sys.platform == "darwin":
     _LINK += ["-undefined", "dynamic_lookup"]  # as elsewhere by default
 
@@ -47,30 +51,42 @@ def find_compiler() -> list[str]:
 
 
 def compile_library(
-    text: str, flags: Sequence[str], headers: Sequence[Path], cache: Path | None = None
+    texts: Sequence[str], flags: Sequence[str], headers: Sequence[Path], cache: Path | None = None
 ) -> Path:
-    """The shared library of a C++ source, compiled now if it is not in the folder `cache`.
+    """The shared library of C++ sources; what is not in the folder `cache` yet is compiled now.
 
-    `headers` are the files that `text` includes from folders in `flags`. Raises CompileError with the
-    compiler's first complaints, and ZllmcError when there is no compiler.
+    `headers` are the files that they include from folders in `flags`. Raises CompileError with the compiler's
+    first complaints, and ZllmcError when there is no compiler.
     """
-    digest = hashlib.sha256("\0".join([text, *_FLAGS, *flags, *_LINK]).encode())
-    for header in headers:
-        digest.update(header.read_bytes())
     folder = cache or _cache_folder()
-    library = folder / f"{digest.hexdigest()[:32]}.so"
+    shared = [*_FLAGS, *flags, *(header.read_text() for header in headers)]
+    objects = [folder / f"{_digest([text, *shared])}.o" for text in texts]
+    library = folder / f"{_digest([*_LINK, *(path.name for path in objects)])}.so"
     if library.exists():
         return library
     command = find_compiler()
     folder.mkdir(parents=True, exist_ok=True)
+
+    def compile(text: str, output: Path) -> None:
+        if not output.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as name:
+                source, compiled = Path(name) / "source.cpp", Path(name) / "source.o"
+                source.write_text(text)
+                _run([*command, *_FLAGS, *flags, "-c", "-o", compiled, source])
+                compiled.replace(output)
+
+    with ThreadPoolExecutor(physical_cores()) as pool:
+        list(pool.map(compile, texts, objects))
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        source, compiled, linked = (Path(name) / f"source.{suffix}" for suffix in ("cpp", "o", "so"))
-        source.write_text(text)
-        _run([*command, *_FLAGS, *flags, "-c", "-o", compiled, source])
-        # On its own: with the flags of the sources it would ask for libraries of sanitizers.
-        _run([*command, *_LINK, "-o", linked, compiled, "-lm", "-lpthread"])
+        linked = Path(name) / "linked.so"
+        # Without `flags`: with those it would ask for libraries of sanitizers.
+        _run([*command, *_LINK, "-o", linked, *objects, "-lm", "-lpthread"])
         linked.replace(library)
     return library
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def _run(command: list[str | Path]) -> None:

@@ -68,6 +68,8 @@ void describe_fault(Worker& w) {
     const unsigned number = (at - w.shared) / SHARED;
     snprintf(text, size, "%s outside shared array %u, which has %zu bytes, at %td", access, number,
              w.shared_sizes[number], at - shared_array(w, number));
+  } else if (!at) {
+    snprintf(text, size, "an access to address 0, or to one that cannot exist");
   } else {
     snprintf(text, size, "%s", access);  // emulator.py knows the buffers
     w.failure.address = reinterpret_cast<uintptr_t>(at);
@@ -223,24 +225,6 @@ void* simt_shared(unsigned number, unsigned bytes, unsigned alignment) {
 }
 
 void simt_fail(const char* what, int line) { fail(*worker, "%s in line %d", what, line); }
-
-// The compiler's own checks call these (GCC's and Clang's interface to their undefined-behaviour sanitizer).
-struct SourceLocation {
-  const char* file;
-  uint32_t line, column;
-};
-
-extern "C" {
-void __ubsan_handle_type_mismatch_v1_abort(SourceLocation* at, void*) {
-  simt_fail("an access is misaligned", at->line);
-}
-void __ubsan_handle_out_of_bounds_abort(SourceLocation* at, void*) {
-  simt_fail("an index lies outside its array", at->line);
-}
-void __ubsan_handle_shift_out_of_bounds_abort(SourceLocation* at, void*, void*) {
-  simt_fail("a number is shifted by as many bits as it has, or more", at->line);
-}
-}
 
 // -- what emulator.py calls ---------------------------------------------------------------------------------
 

@@ -32,6 +32,22 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 #define blockIdx simt_block()
 #endif
 
+// -- what the compiler checks -------------------------------------------------------------------------------
+//
+// Calls of these end a check that fails (the interface of GCC's and Clang's undefined-behaviour sanitizer).
+
+struct SimtSource {
+  const char* file;
+  unsigned line, column;
+};
+
+#define SIMT_CHECK(name, ...) extern "C" __attribute__((weak, used)) void __ubsan_handle_##name##_abort(__VA_ARGS__)
+SIMT_CHECK(type_mismatch_v1, SimtSource* at, void*) { simt_fail("an access is misaligned", at->line); }
+SIMT_CHECK(out_of_bounds, SimtSource* at, void*) { simt_fail("an index lies outside its array", at->line); }
+SIMT_CHECK(shift_out_of_bounds, SimtSource* at, void*, void*) {
+  simt_fail("a number is shifted by as many bits as it has, or more", at->line);
+}
+
 #define DEVICE_FUNCTION static inline
 #define SIMT_LINE int line = __builtin_LINE()
 #define INFINITY __builtin_inff()
@@ -156,30 +172,24 @@ inline T simt_shuffle(T value, unsigned lane, int line) {
 }
 
 // A unit is 32 neighbouring lanes: a subgroup, or half of one of 64 whose halves may take different ways.
-#define SIMT_GROUP(name, scope, lanes)                                                              \
-  inline float name##_add(float value, SIMT_LINE) {                                                 \
-    simt_meet(scope, line, &value, simt_reduce<lanes, SimtAdd, float>);                             \
-    return value;                                                                                   \
-  }                                                                                                 \
-  inline int name##_add(int value, SIMT_LINE) {                                                     \
-    simt_meet(scope, line, &value, simt_reduce<lanes, SimtAdd, int>);                               \
-    return value;                                                                                   \
-  }                                                                                                 \
-  inline float name##_max(float value, SIMT_LINE) {                                                 \
-    simt_meet(scope, line, &value, simt_reduce<lanes, SimtMax, float>);                             \
-    return value;                                                                                   \
-  }                                                                                                 \
-  inline int name##_max(int value, SIMT_LINE) {                                                     \
-    simt_meet(scope, line, &value, simt_reduce<lanes, SimtMax, int>);                               \
-    return value;                                                                                   \
-  }                                                                                                 \
-  template <class T>                                                                                \
-  inline T name##_shuffle(T value, int lane, SIMT_LINE) {                                           \
-    return simt_shuffle<scope, lanes>(value, lane, line);                                           \
-  }                                                                                                 \
-  template <class T>                                                                                \
-  inline T name##_shuffle_xor(T value, int mask, SIMT_LINE) {                                       \
-    return simt_shuffle<scope, lanes>(value, simt_thread().x % lanes ^ mask, line);                 \
+#define SIMT_GROUP(name, scope, lanes)                                              \
+  template <class T>                                                                \
+  inline T name##_add(T value, SIMT_LINE) {                                         \
+    simt_meet(scope, line, &value, simt_reduce<lanes, SimtAdd, T>);                 \
+    return value;                                                                   \
+  }                                                                                 \
+  template <class T>                                                                \
+  inline T name##_max(T value, SIMT_LINE) {                                         \
+    simt_meet(scope, line, &value, simt_reduce<lanes, SimtMax, T>);                 \
+    return value;                                                                   \
+  }                                                                                 \
+  template <class T>                                                                \
+  inline T name##_shuffle(T value, int lane, SIMT_LINE) {                           \
+    return simt_shuffle<scope, lanes>(value, lane, line);                           \
+  }                                                                                 \
+  template <class T>                                                                \
+  inline T name##_shuffle_xor(T value, int mask, SIMT_LINE) {                       \
+    return simt_shuffle<scope, lanes>(value, simt_thread().x % lanes ^ mask, line); \
   }
 
 SIMT_GROUP(subgroup, SIMT_SUBGROUP, SUBGROUP)

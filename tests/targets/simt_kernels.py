@@ -87,6 +87,7 @@ KERNELS = {
     ),
     "read_at": ("DEVICE const int* control, DEVICE float* y", "  y[thread] = y[control[0]];"),
     "write_at": ("DEVICE const int* control, DEVICE float* y", "  if (thread == 5) y[control[0]] = 1.0f;"),
+    "follow": ("DEVICE const long* at, DEVICE float* y", "  y[thread] = ((DEVICE float*)at[0])[thread];"),
     "load16_at": (
         "DEVICE const int* control, DEVICE const uchar* x, DEVICE uchar* y",
         "\n  store16(y + thread * 16, load16(x + control[0] + thread * 16));",

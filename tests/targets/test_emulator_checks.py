@@ -60,6 +60,12 @@ def test_accesses_far_from_any_buffer(open_device):
     assert "which is in no buffer" in text
 
 
+def test_accesses_to_addresses_that_cannot_exist(open_device):
+    device = open_device()
+    text = fail(device, "follow", put(device, [-1 << 50]), device.allocate(4 * THREADS))
+    assert "address 0, or to one that cannot exist" in text
+
+
 def test_misaligned_accesses(open_device):
     device = open_device()
     x, y = device.allocate(17 * THREADS), device.allocate(16 * THREADS)
