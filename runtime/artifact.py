@@ -157,7 +157,7 @@ def _check_plan(plan: Plan, manifest: Manifest) -> None:
     least = {
         "tokens": 4 * tokens,
         "positions": 4 * tokens,
-        "control": 4 * CONTROL_WORDS * (1 + (entries["batch"].max_tokens if "batch" in entries else 0)),
+        "control": 4 * CONTROL_WORDS * (1 + plan.max_batch if "batch" in entries else 1),
         "logits": 4 * rows * manifest.vocab,
     }
     for name, size in least.items():
@@ -172,7 +172,7 @@ def _check_plan(plan: Plan, manifest: Manifest) -> None:
     for entry in plan.entries:
         if not 1 <= entry.max_rows <= entry.max_tokens:
             raise ValueError(f"{entry.name} takes {entry.max_tokens} tokens and {entry.max_rows} rows")
-        slots = range(entry.max_tokens) if entry.name == "batch" else ()
+        slots = range(plan.max_batch) if entry.name == "batch" else ()
         for launch in entry.launches:
             if launch.slot is not None and launch.slot not in slots:
                 raise ValueError(f"{entry.name} has a launch for slot {launch.slot}")

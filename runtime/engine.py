@@ -129,8 +129,9 @@ class Engine:
         }
         self._bound = Session(self, states)  # whose state the recordings point to, but for that of batches
         self._spare: Session | None = self._bound
-        self.max_batch = self._entries["batch"].max_tokens if "batch" in self._entries else 1
-        self._slots: list[Session | None] = [self._bound] * self.max_batch  # whose state a batch's point to
+        self.max_batch = plan.max_batch
+        slots = self.max_batch if "batch" in self.recordings else 0
+        self._slots: list[Session | None] = [self._bound] * slots  # whose state a batch's point to
         self._bind_slots(())
 
     @classmethod

@@ -69,3 +69,8 @@ class Plan(msgspec.Struct, frozen=True):
 
     buffers: tuple[Buffer, ...]
     entries: tuple[EntryPoint, ...]
+
+    @property
+    def max_batch(self) -> int:
+        """Sequences of which one pass can decode a token each."""
+        return max((entry.max_tokens for entry in self.entries if entry.name == "batch"), default=1)

@@ -110,6 +110,9 @@ Examples:
 )
 @compile_options
 @click.option(
+    "--max-batch", default=8, show_default=True, type=click.IntRange(1), help="Sequences of a decode pass."
+)
+@click.option(
     "--dump-ir", type=click.Path(path_type=Path), help="Write the graph after every pass to this folder."
 )
 @click.option("--verify", is_flag=True, help="Check the graph after every pass.")
@@ -119,6 +122,7 @@ def compile_command(
     target: str | None,
     context: int | None,
     kv: str | None,
+    max_batch: int,
     dump_ir: Path | None,
     verify: bool,
 ) -> None:
@@ -139,6 +143,7 @@ def compile_command(
             target=target or "cpu",
             context=context,
             kv=kv or "f16",
+            max_batch=max_batch,
             dump_ir=dump_ir,
             verify=verify,
             kernel_cache=kernel_cache(),

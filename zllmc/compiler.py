@@ -29,7 +29,7 @@ from zllmc.frontends.tokenizer import (
     tokenizer_from_gguf,
     tokenizer_from_hf,
 )
-from zllmc.passes.pipeline import lower_entries
+from zllmc.passes.pipeline import MAX_BATCH, lower_entries
 from zllmc.passes.plan import kernel_calls, make_plan, stored_weights
 from zllmc.runtime.artifact import FORMAT_VERSION, Manifest, Source, digests
 from zllmc.targets import cpu
@@ -49,6 +49,7 @@ def compile_model(
     target: str = "cpu",
     context: int | None = None,
     kv: str = "f16",
+    max_batch: int = MAX_BATCH,
     dump_ir: Path | None = None,
     verify: bool = False,
     kernel_cache: Path | None = None,
@@ -57,9 +58,11 @@ def compile_model(
     """Compile a GGUF file, a split one, or a Hugging Face folder into the artifact folder `output`.
 
     `context` is how many tokens a sequence may reach (default: 8192, or the model's own where that is less).
-    `kv` is f16 or q8. The folder appears whole or not at all. Raises ZllmcError that names the tensor, op or
-    field that cannot be compiled.
+    `kv` is f16 or q8. One pass can decode a token of each of `max_batch` sequences. The folder appears whole
+    or not at all. Raises ZllmcError that names the tensor, op or field that cannot be compiled.
     """
+    if max_batch < 1:
+        raise ZllmcError(f"max_batch is {max_batch}; it must be 1 or more")
     device = cpu.parse(target)
     source = load_model(model, context=context or DEFAULT_CONTEXT, kv=kv)
     if context is None and source.facts.trained_context < DEFAULT_CONTEXT:
@@ -69,7 +72,9 @@ def compile_model(
     with _describing(source.path) as described:
         tokenizer, template = _texts(source)
 
-        graphs = lower_entries(source.graph, context=capacity, dump=dump_ir, check=verify)
+        graphs = lower_entries(
+            source.graph, context=capacity, max_batch=max_batch, dump=dump_ir, check=verify
+        )
         calls = kernel_calls(graphs.values())
         stored = stored_weights(graphs.values())
         offsets, weights_bytes = place_weights(source, stored, device)

@@ -51,7 +51,7 @@ class Machine:
     def __init__(self, artifact: Artifact, source: Path, threads: int | None) -> None:
         manifest = artifact.manifest
         model = load_model(source, context=manifest.context, kv=manifest.kv)
-        self.graphs = lower_entries(model.graph, context=manifest.context)
+        self.graphs = lower_entries(model.graph, context=manifest.context, max_batch=artifact.plan.max_batch)
         self.entries = {entry.name: entry for entry in artifact.plan.entries}
         self.weights = model.weights
         self.names = {buffer.name: number for number, buffer in enumerate(artifact.plan.buffers)}

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from models import DENSE, nmse
+from zllmc.compiler import compile_model
 from zllmc.passes.pipeline import MAX_BATCH
+from zllmc.runtime.artifact import open_artifact
 from zllmc.runtime.engine import ContextFull, Engine, Session
 from zllmc.zllm_ir.errors import ZllmcError
 
@@ -144,6 +146,26 @@ def test_a_batch_forgets_what_was_computed_ahead(engine: Engine) -> None:
     engine.decode_batch([first, second], [5, 6])
     with pytest.raises(ValueError, match="no token was computed ahead"):
         first.accept()
+
+
+def test_an_artifact_for_single_sequences_has_no_entry_for_batches(
+    conformance: Path, tmp_path: Path, kernel_cache: Path
+) -> None:
+    model = conformance / f"{NAME}.gguf"
+    artifacts = {
+        n: compile_model(model, tmp_path / f"{n}.zllm", context=64, max_batch=n, kernel_cache=kernel_cache)
+        for n in (1, 2)
+    }
+    assert [e.name for e in open_artifact(artifacts[1]).plan.entries] == ["decode", "prefill"]
+    for most, artifact in artifacts.items():
+        with Engine.open(artifact, threads=2) as engine:
+            assert engine.max_batch == most
+            found = engine.decode_batch(sessions(engine, [3] * most), [5] * most).copy()
+            assert nmse(engine.logits([*ids(3), 5])[-1:], found[:1]) < LIMIT
+            with pytest.raises(ValueError, match=f"takes 1 to {most}"):
+                engine.decode_batch(sessions(engine, [3] * (most + 1)), [5] * (most + 1))
+    with pytest.raises(ZllmcError, match="max_batch is 0"):
+        compile_model(model, tmp_path / "0.zllm", max_batch=0)
 
 
 def test_what_is_refused_changes_no_session(engine: Engine, compiled: Callable[..., Path]) -> None:
