@@ -34,11 +34,13 @@ def test_compile_writes_an_artifact_that_runs_without_the_model(
 def test_compile_dumps_the_graph_after_every_pass(
     run: Run, gguf: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-    assert run("compile", gguf, "-o", tmp_path / "a.zllm", "--dump-ir", tmp_path / "ir", "--verify").code == 0
+    options = ["--dump-ir", tmp_path / "ir", "--verify", "--max-batch", "3"]
+    assert run("compile", gguf, "-o", tmp_path / "a.zllm", *options).code == 0
     for entry in ("decode", "prefill"):
         *graphs, kernels = sorted((tmp_path / "ir" / entry).iterdir())
         assert len(graphs) > 8 and all(path.read_text().startswith("graph llama") for path in graphs)
         assert "linear" in kernels.read_text()
+    assert (tmp_path / "ir/batch/99-kernels.txt").read_text().startswith("kernels batch: 3 tokens")
 
 
 def test_only_the_answer_goes_to_stdout(run: Run, artifact: pathlib.Path) -> None:
