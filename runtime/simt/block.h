@@ -71,7 +71,7 @@ struct Worker {
   Failure failure;
   sigjmp_buf escape;  // from a fault
   volatile int signal;
-  volatile bool wrote;
+  const char* volatile access;
   void* volatile fault;
 
   // Memory that it keeps.

@@ -33,7 +33,10 @@ void on_signal(int signal, siginfo_t* info, void* context) {
   w->signal = signal;
   w->fault = info->si_addr;
 #if defined(__x86_64__) && defined(__linux__)
-  w->wrote = reinterpret_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_ERR] & 2;
+  w->access = reinterpret_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_ERR] & 2 ? "writes" : "reads";
+#else
+  (void)context;
+  w->access = "reads or writes";
 #endif
   siglongjmp(w->escape, 1);
 }
@@ -56,7 +59,6 @@ void install_handlers() {
 
 void describe_fault(Worker& w) {
   const char* at = static_cast<char*>(w.fault);
-  const char* access = w.wrote ? "writes" : "reads";  // where the system tells, else always the latter
   w.failed = true;
   char* text = w.failure.text;
   const size_t size = sizeof w.failure.text;
@@ -66,12 +68,12 @@ void describe_fault(Worker& w) {
     snprintf(text, size, "the thread's variables do not fit its stack");
   } else if (at >= w.shared && at < w.shared + MAX_SHARED * SHARED) {
     const unsigned number = (at - w.shared) / SHARED;
-    snprintf(text, size, "%s outside shared array %u, which has %zu bytes, at %td", access, number,
+    snprintf(text, size, "%s outside shared array %u, which has %zu bytes, at %td", w.access, number,
              w.shared_sizes[number], at - shared_array(w, number));
   } else if (!at) {
     snprintf(text, size, "an access to address 0, or to one that cannot exist");
   } else {
-    snprintf(text, size, "%s", access);  // emulator.py knows the buffers
+    snprintf(text, size, "%s", w.access);  // emulator.py knows the buffers
     w.failure.address = reinterpret_cast<uintptr_t>(at);
   }
 }

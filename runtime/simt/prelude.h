@@ -196,6 +196,68 @@ SIMT_GROUP(subgroup, SIMT_SUBGROUP, SUBGROUP)
 SIMT_GROUP(unit, SIMT_UNIT, 32)
 
 // -- matrix units -------------------------------------------------------------------------------------------
-//
-// An instruction is a `complete` like those above: the operand of a lane is its fragments, and the tables that
-// say which element of a matrix each register of each lane holds turn fragments into matrices and back.
+
+struct SimtS8 {
+  static constexpr int bits = 8;
+  static int value(unsigned element) { return (signed char)element; }
+};
+struct SimtF16 {
+  static constexpr int bits = 16;
+  static float value(unsigned element) { return half_to_float(element); }
+};
+
+struct SimtPlace {
+  uchar row, column;
+};
+
+// C (m×n) += A (m×k) × B (k×n): the place in its matrix of each element of each lane.
+template <int m_, int n_, int k_, int a_elements, int b_elements, int c_elements>
+struct SimtMatrix {
+  static constexpr int m = m_, n = n_, k = k_;
+  SimtPlace a[SUBGROUP][a_elements], b[SUBGROUP][b_elements], c[SUBGROUP][c_elements];
+};
+
+template <class Sum>
+struct SimtMatrixOperand {
+  Sum* c;
+  const unsigned *a, *b;
+  int line;
+};
+
+// The matrix that lanes hold in words. Where several hold the same element, it must be the same.
+template <class Input, int rows, int columns, int elements>
+void simt_gather(int (&matrix)[rows][columns], const SimtPlace (&places)[elements], const unsigned* words, int line) {
+  constexpr int each = 32 / Input::bits;
+  for (int element = 0; element < elements; ++element) {
+    const int bits = words[element / each] >> element % each * Input::bits & ((1 << Input::bits) - 1);
+    int& home = matrix[places[element].row][places[element].column];
+    if (home >= 0 && home != bits) simt_fail("lanes disagree about an element of a matrix", line);
+    home = bits;
+  }
+}
+
+template <class Input, class Sum, class Matrix, Matrix& at>
+void simt_multiply(void* const* operands) {
+  constexpr int m = Matrix::m, n = Matrix::n, k = Matrix::k;
+  int a[m][k], b[k][n];
+  __builtin_memset(a, -1, sizeof a);
+  __builtin_memset(b, -1, sizeof b);
+  for (int lane = 0; lane < SUBGROUP; ++lane) {
+    auto* operand = static_cast<SimtMatrixOperand<Sum>*>(operands[lane]);
+    simt_gather<Input>(a, at.a[lane], operand->a, operand->line);
+    simt_gather<Input>(b, at.b[lane], operand->b, operand->line);
+  }
+  for (int lane = 0; lane < SUBGROUP; ++lane) {
+    Sum* c = static_cast<SimtMatrixOperand<Sum>*>(operands[lane])->c;
+    for (auto [row, column] : at.c[lane]) {
+      for (int i = 0; i < k; ++i) *c += Input::value(a[row][i]) * Input::value(b[i][column]);
+      ++c;
+    }
+  }
+}
+
+#define SIMT_MATRIX(name, Input, Sum, at)                                                      \
+  inline void name(Sum* c, const unsigned* a, const unsigned* b, SIMT_LINE) {                  \
+    SimtMatrixOperand<Sum> operand = {c, a, b, line};                                          \
+    simt_meet(SIMT_SUBGROUP, line, &operand, simt_multiply<Input, Sum, decltype(at), at>);     \
+  }
