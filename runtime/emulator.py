@@ -278,8 +278,19 @@ def _pointers(launch: Launch) -> tuple[Pointer, ...]:
     return pointers
 
 
+_loading = threading.Lock()
+_loaded: list[ctypes.CDLL] = []  # one executor, which handles the process's signals
+
+
 def _executor(cache: Path | None) -> ctypes.CDLL:
     """The library that runs kernels. Its symbols are global, for theirs."""
+    with _loading:
+        if not _loaded:
+            _loaded.append(_load_executor(cache))
+        return _loaded[0]
+
+
+def _load_executor(cache: Path | None) -> ctypes.CDLL:
     source = (_SIMT / "executor.cpp").read_text()
     headers = [_SIMT / name for name in ("executor.h", "fibers.h", "block.h")]
     path = compile_library([source], [f"-I{_SIMT}", "-O2"], headers, cache)

@@ -244,6 +244,15 @@ def test_no_compiler_is_needed_for_cached_kernels(emulator_cache, tmp_path, monk
         EmulatedDevice(text, "cuda", 32, cache=tmp_path)
 
 
+def test_kernels_of_several_caches_run_side_by_side(emulator_cache, tmp_path):
+    x = np.arange(THREADS, dtype=np.float32)
+    for cache in emulator_cache, tmp_path, emulator_cache:
+        device = EmulatedDevice({"turn.cu": source("cuda", ("turn",))}, "cuda", 32, cache=cache)
+        y = device.allocate(x.nbytes)
+        launch(device, "turn", put(device, x), y)
+        np.testing.assert_array_equal(device.read(y, np.float32, x.shape), x[::-1])
+
+
 def test_sources_that_do_not_compile(emulator_cache):
     wrong = "kernel void wrong(device float* y [[buffer(0)]]) {\n  y[0] = nonsense;\n}\n"
     with pytest.raises(KernelError, match=r"wrong\.metal:2:10: error: .*nonsense"):
