@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 
-from zllmc.targets.gpu import Fragment, GpuTarget, MatrixInstruction, Product, named, undetected
+from zllmc.targets.gpu import GpuTarget, Product, named, undetected
+from zllmc.zllm_ir.matrix_unit import Fragment, MatrixInstruction
 
 # In the words of the PTX ISA, lane bits 0 and 1 are threadID_in_group, and bits 2 to 4 are groupID.
 _GROUP_ROWS = ((1, 0), (2, 0), (4, 0))

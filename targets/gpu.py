@@ -6,54 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.matrix_unit import MatrixInstruction
 
-Offset = tuple[int, int]  # rows, columns
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """Where the elements of one operand of a matrix instruction lie.
-
-    Each lane of a subgroup holds `elements` of the operand, packed into its registers in order (four int8
-    or two f16 to a register, low bits first). All layouts are sums over bits: element e of lane l lies at
-    the sum of `lane_bits[i]` over the set bits i of l and of `element_bits[i]` over the set bits of e. A lane
-    bit with offset (0, 0) means that lanes differing in it hold the same elements.
-    """
-
-    rows: int
-    columns: int
-    lane_bits: tuple[Offset, ...]
-    element_bits: tuple[Offset, ...]
-
-    @property
-    def elements(self) -> int:
-        """Elements per lane."""
-        return 1 << len(self.element_bits)
-
-    def position(self, lane: int, element: int) -> Offset:
-        """(row, column) of a lane's element."""
-        bits = [b for i, b in enumerate(self.lane_bits) if lane >> i & 1]
-        bits += [b for i, b in enumerate(self.element_bits) if element >> i & 1]
-        return sum(row for row, _ in bits), sum(column for _, column in bits)
-
-
-@dataclass(frozen=True)
-class MatrixInstruction:
-    """One instruction: C (M×N) += A (M×K) × B (K×N), executed by a whole subgroup.
-
-    `name` is the instruction as its documentation spells it. Types are `s8`, `f16`, `s32`, `f32`. The
-    fragments are None where the layout is opaque (Metal): there only whole tiles are loaded and stored.
-    """
-
-    name: str
-    m: int
-    n: int
-    k: int
-    inputs: str
-    accumulator: str
-    a: Fragment | None = None
-    b: Fragment | None = None
-    c: Fragment | None = None
+LANES = 32  # of a vector unit: a warp, half a wave of 64
 
 
 @dataclass(frozen=True)
@@ -102,6 +57,11 @@ class GpuTarget:
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.name}"
+
+    @property
+    def lanes(self) -> int:
+        """Rows of a weight matrix that are packed side by side."""
+        return LANES
 
     def matrix_instruction(self, inputs: str) -> MatrixInstruction | None:
         """The instruction for `s8` or `f16` inputs, if there is one."""

@@ -10,7 +10,8 @@ import ctypes
 import re
 import sys
 
-from zllmc.targets.gpu import GpuTarget, MatrixInstruction, Product, named, undetected
+from zllmc.targets.gpu import GpuTarget, Product, named, undetected
+from zllmc.zllm_ir.matrix_unit import MatrixInstruction
 
 _F16 = MatrixInstruction("simdgroup_multiply_accumulate", 8, 8, 8, "f16", "f32")
 

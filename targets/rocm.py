@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zllmc.targets.gpu import Fragment, GpuTarget, MatrixInstruction, Offset, Product, named, undetected
+from zllmc.targets.gpu import GpuTarget, Product, named, undetected
+from zllmc.zllm_ir.matrix_unit import Fragment, MatrixInstruction, Offset
 
 _FOUR_ROWS: tuple[Offset, ...] = ((1, 0), (2, 0), (4, 0), (8, 0))
 _FOUR_COLUMNS: tuple[Offset, ...] = ((0, 1), (0, 2), (0, 4), (0, 8))

@@ -13,8 +13,9 @@ from zllmc.codegen.cuda_toolchain import compile_cuda, disassemble, find_cuda_co
 from zllmc.codegen.gpu_toolchain import Binary, KernelResources
 from zllmc.codegen.rocm_toolchain import Clang, assembly, compile_hip, find_hip_compiler
 from zllmc.targets import cuda, rocm
-from zllmc.targets.gpu import GpuTarget, MatrixInstruction
+from zllmc.targets.gpu import GpuTarget
 from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.matrix_unit import MatrixInstruction
 
 CUDA = [cuda.TARGETS[name] for name in ("sm_80", "sm_90", "sm_120")]
 ROCM = list(rocm.TARGETS.values())
