@@ -38,6 +38,14 @@ def models() -> Callable[[str], pathlib.Path]:
     return find
 
 
+@pytest.fixture(scope="session", autouse=True)
+def build_without_workers() -> None:
+    """Tests run in parallel already, and this process imports TVM once, but workers would for every model."""
+    from zllmc.codegen import build
+
+    build._JOBS_PER_WORKER = 1 << 30
+
+
 @pytest.fixture(scope="session")
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """One cache of compiled kernels for all workers of this run: conformance models share most kernels."""
