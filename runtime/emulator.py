@@ -33,6 +33,7 @@ from zllmc.runtime.host_compiler import CompileError, compile_library
 from zllmc.runtime.processors import physical_cores
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.host import host_architecture, host_flags
+from zllmc.zllm_ir.matrix_unit import Fragment, MatrixInstruction
 from zllmc.zllm_ir.plan import EntryPoint, Launch, Pointer
 
 Dialect = Literal["cuda", "hip", "metal"]
@@ -93,8 +94,8 @@ class EmulatedDevice:
 
     `threads`: of the system, by default one for each physical core. `reverse`: thread, subgroup and block
     order. `left`: buffers lie against the inaccessible memory before them instead of that after them.
-    Compiled kernels are kept in the folder `cache`. Raises ZllmcError without a C++ compiler, and KernelError
-    for sources that it refuses.
+    `matrix`: its matrix instructions, `matrix_s8` and `matrix_f16` in a kernel. Compiled kernels are kept in
+    the folder `cache`. Raises ZllmcError without a C++ compiler, and KernelError for sources that it refuses.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class EmulatedDevice:
         threads: int | None = None,
         reverse: bool = False,
         left: bool = False,
+        matrix: Sequence[MatrixInstruction] = (),
         cache: Path | None = None,
     ) -> None:
         if subgroup not in (32, 64):
@@ -114,6 +116,8 @@ class EmulatedDevice:
         self._left = left
         self._executor = _executor(cache)
         texts, self._kernels = _translation_units(sources, dialect)
+        instructions = "".join(_matrix_instruction(it, subgroup) for it in matrix)
+        texts = [text.replace("\n", f"\n{instructions}", 1) if "matrix_" in text else text for text in texts]
         flags = [*_FLAGS, f"-DSUBGROUP={subgroup}", f"-DZLLMC_{dialect.upper()}"]
         headers = [_SIMT / "executor.h", _SIMT / "prelude.h"]
         try:
@@ -339,3 +343,23 @@ def _with_shared_arrays(text: str) -> str:
         return f"{element} (&{match['array']}){extents} = *({element} (*){extents}){memory};"
 
     return re.sub(f"{_KERNEL}|{_SHARED}", rewrite, text)
+
+
+def _matrix_instruction(it: MatrixInstruction, subgroup: int) -> str:
+    """The C++ of a matrix instruction: where its elements lie, as tables. Nothing where that is not known."""
+    if it.a is None or it.b is None or it.c is None:
+        return ""
+
+    def table(fragment: Fragment) -> str:
+        elements = range(fragment.elements)
+        lanes = [[fragment.position(lane, element) for element in elements] for lane in range(subgroup)]
+        return str(lanes).translate(str.maketrans("[]()", "{}{}"))
+
+    places = f"simt_places_{it.inputs}"
+    sizes = it.m, it.n, it.k, it.a.elements, it.b.elements, it.c.elements
+    input, sum = {"s8": ("SimtS8", "int"), "f16": ("SimtF16", "float")}[it.inputs]
+    return (
+        f"static constexpr SimtMatrix<{', '.join(map(str, sizes))}> {places} = "
+        f"{{{table(it.a)}, {table(it.b)}, {table(it.c)}}};\n"
+        f"SIMT_MATRIX(matrix_{it.inputs}, {input}, {sum}, {places})\n"
+    )

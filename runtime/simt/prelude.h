@@ -256,8 +256,14 @@ void simt_multiply(void* const* operands) {
   }
 }
 
-#define SIMT_MATRIX(name, Input, Sum, at)                                                      \
-  inline void name(Sum* c, const unsigned* a, const unsigned* b, SIMT_LINE) {                  \
-    SimtMatrixOperand<Sum> operand = {c, a, b, line};                                          \
-    simt_meet(SIMT_SUBGROUP, line, &operand, simt_multiply<Input, Sum, decltype(at), at>);     \
+// Operands are arrays of exactly the registers that the instruction takes.
+#define SIMT_MATRIX(name, Input, Sum, at)                                                          \
+  template <int A, int B, int C>                                                                   \
+  inline void name(Sum (&c)[C], const unsigned (&a)[A], const unsigned (&b)[B], SIMT_LINE) {       \
+    constexpr int a_bits = sizeof at.a[0] / sizeof(SimtPlace) * Input::bits;                       \
+    constexpr int b_bits = sizeof at.b[0] / sizeof(SimtPlace) * Input::bits;                       \
+    static_assert(a_bits == 32 * A && b_bits == 32 * B && sizeof at.c[0] / sizeof(SimtPlace) == C, \
+                  "an operand has another number of registers");                                   \
+    SimtMatrixOperand<Sum> operand = {c, a, b, line};                                              \
+    simt_meet(SIMT_SUBGROUP, line, &operand, simt_multiply<Input, Sum, decltype(at), at>);         \
   }
