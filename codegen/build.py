@@ -28,9 +28,10 @@ _JOBS_PER_WORKER = 4  # at least, or it is not worth its start
 
 
 def build_kernels(
-    jobs: Sequence[Job], cache: KernelCache, progress: Callable[[int, int], None]
+    jobs: Sequence[Job], cache: KernelCache, progress: Callable[[int, int], None], *, processes: int = 1
 ) -> dict[Job, bytes]:
-    """The objects of these kernels. `progress` is told how many there are, of how many.
+    """The objects of these kernels, built by so many processes at most. `progress` is told how many there
+    are, of how many.
 
     Raises the ZllmcError of a kernel that can't be built.
     """
@@ -47,17 +48,16 @@ def build_kernels(
             add(job, code)
     if missing := [job for job in all_jobs if job not in objects]:
         cache.sweep()
-        with closing(_build(missing)) as built:  # ends the workers before an exception goes on
+        with closing(_build(missing, processes)) as built:  # ends the workers before an exception goes on
             for job, code in built:
                 cache.put(*job, code)
                 add(job, code)
     return objects
 
 
-def _build(jobs: Sequence[Job]) -> Generator[tuple[Job, bytes]]:
+def _build(jobs: Sequence[Job], processes: int) -> Generator[tuple[Job, bytes]]:
     """The jobs with their objects, as they are done."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = min(processors, len(jobs) // _JOBS_PER_WORKER)
+    count = min(processes, len(jobs) // _JOBS_PER_WORKER)
     with _started(count if count > 1 else 0) as workers:
         if workers:
             yield from _build_with(workers, jobs)

@@ -32,6 +32,7 @@ from zllmc.frontends.tokenizer import (
 from zllmc.passes.pipeline import MAX_BATCH, lower_entries
 from zllmc.passes.plan import kernel_calls, make_plan, stored_weights
 from zllmc.runtime.artifact import FORMAT_VERSION, Manifest, Source, digests
+from zllmc.runtime.processors import physical_cores
 from zllmc.targets import cpu
 from zllmc.targets.cpu import CpuTarget
 from zllmc.weights import Progress, load_packers, pack_jobs, place_weights, write_weights
@@ -87,7 +88,9 @@ def compile_model(
 
         with _atomic_folder(Path(output)) as folder:
             jobs = [*packing.values(), *kernels.values()]
-            objects = build_kernels(jobs, KernelCache(kernel_cache), partial(progress, "kernels"))
+            objects = build_kernels(
+                jobs, KernelCache(kernel_cache), partial(progress, "kernels"), processes=physical_cores()
+            )
             (folder / "kernels").mkdir()
             for name, job in kernels.items():
                 (folder / "kernels" / f"{name}.o").write_bytes(objects[job])

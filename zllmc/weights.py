@@ -18,6 +18,7 @@ from zllmc.codegen.build import Job
 from zllmc.codegen.packing import ROW_PAD, PackedLayout, layout_of, pack_call, pack_rows
 from zllmc.frontends.model import Model
 from zllmc.runtime.cpu import load_objects, native_function
+from zllmc.runtime.processors import physical_cores
 from zllmc.targets.cpu import CpuTarget, detect
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.formats import FORMATS, Bytes, decode, row_bytes
@@ -97,16 +98,15 @@ def write_weights(
     packers: Mapping[str, Pack],
     progress: Progress,
 ) -> None:
-    """Pack all weights into `path`, on all processors, a piece at a time on each.
+    """Pack all weights into `path`, on all cores, a piece at a time on each.
 
     `offsets` and `size` are those of `place_weights`. A format that has no packer is packed in numpy.
     """
     total = sum(size for _, size in offsets.values())
     done = 0
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     with path.open("wb") as file:
         file.truncate(size)
-        pool = ThreadPoolExecutor(processors)
+        pool = ThreadPoolExecutor(physical_cores())
         try:
             writing = [
                 pool.submit(_write, file.fileno(), *piece)

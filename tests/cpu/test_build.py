@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 
 from harness import NATIVE
 from zllmc.codegen import build
-from zllmc.codegen.build import build_kernels
 from zllmc.codegen.kernel_cache import EXECUTOR, KernelCache
 from zllmc.codegen.packing import pack_call
 from zllmc.zllm_ir.errors import ZllmcError
@@ -22,17 +22,19 @@ TARGET = NATIVE[0]
 JOBS = [(EXECUTOR, TARGET), *((pack_call(format, 8), TARGET) for format in ("F32", "F16", "Q4_0"))]
 
 
+build_kernels = partial(build.build_kernels, processes=2)
+
+
 def silent(done: int, total: int) -> None:
     pass
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """The workers that a test has started; there are two for two jobs."""
+    """The workers that a test has started; there are two for two jobs or more."""
     workers: list[subprocess.Popen[bytes]] = []
     start = build._start
     monkeypatch.setattr(build, "_JOBS_PER_WORKER", 1)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(build, "_start", lambda: workers.append(start()) or workers[-1])
     return workers
 
@@ -170,13 +172,12 @@ from zllmc.targets.cpu import detect
 workers, start = [], build._start
 build._start = lambda: workers.append(start()) or workers[-1]
 build._JOBS_PER_WORKER = 1
-os.sched_getaffinity = lambda _: {0, 1}
 def kill(done, total):
     if done:
         print(*(worker.pid for worker in workers), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 jobs = [(call, detect()) for call in (EXECUTOR, *(pack_call(f, 8) for f in ("F32", "F16", "Q4_0", "Q8_0")))]
-build.build_kernels(jobs, KernelCache(None), kill)
+build.build_kernels(jobs, KernelCache(None), kill, processes=2)
 """
 
 
