@@ -9,12 +9,12 @@ from typing import Any
 
 from tvm import tirx
 
-from zllmc.codegen.attention import (
+from zllmc.codegen.attention_cache import Head
+from zllmc.codegen.attention_unit import (
     LOWEST,
-    Head,
     Shape,
+    Tiles,
     Unit,
-    accumulators,
     check,
     max_lanes,
     register_rows,
@@ -35,8 +35,8 @@ from zllmc.codegen.tir import (
     local,
     serial,
 )
-from zllmc.codegen.vector_math import exp, fma, sum_lanes
-from zllmc.targets.cpu import CpuTarget
+from zllmc.codegen.vector_math import exp2, fma, sum_lanes
+from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.attention_ops import SPLIT_KEYS
 from zllmc.zllm_ir.errors import IRError
 from zllmc.zllm_ir.fused_ops import GROUP
@@ -44,7 +44,7 @@ from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, KVOperand, Operand
 from zllmc.zllm_ir.plan import CONTROL_CACHED
 
 
-def attention_partial(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def attention_partial(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """The kernel of `attention_partial`: q (1, H, E) and a KV state → f32 (H, splits · (E + 2)).
 
     A unit of work is one part of one kv head's keys, for all query heads that share it.
@@ -55,16 +55,14 @@ def attention_partial(call: KernelCall, target: CpuTarget, name: str) -> Any:
     heads, head_dim = check(q_operand, cache)
     attributes = call.attributes
     splits, window = attributes["splits"], attributes["window"]
-    group = heads // cache.type.kv_heads
-    tiles = -(-group // register_rows(target))
+    kv_heads = cache.type.kv_heads
+    group = heads // kv_heads
+    tiles = tiles_of(group, register_rows(target))
     shape = Shape(
-        heads=heads,
-        kv_heads=cache.type.kv_heads,
-        head_dim=head_dim,
-        rows=-(-group // tiles),
-        tiles=tiles,
-        lanes=target.lanes,
-        accumulators=accumulators(target),
+        target,
+        cache,
+        rows=group,
+        tile_rows=tiles[0].rows,
         scale=attributes["scale"],
         softcap=attributes["softcap"],
     )
@@ -77,7 +75,7 @@ def attention_partial(call: KernelCall, target: CpuTarget, name: str) -> Any:
         per_split = tirx.truncdiv(total - start + (splits - 1), splits)
         part = hold(tirx.truncdiv(per_split + (SPLIT_KEYS - 1), SPLIT_KEYS) * SPLIT_KEYS)
         unit = Unit(shape)
-        first, last = share(k, shape.kv_heads * splits)
+        first, last = share(k, kv_heads * splits)
         with serial(first, last) as number:
             kv_head = hold(tirx.truncdiv(number, splits))
             split = hold(number - kv_head * splits)
@@ -92,9 +90,8 @@ def attention_partial(call: KernelCall, target: CpuTarget, name: str) -> Any:
                 out.store(at + splits * (head_dim + 1) + split, sum)
 
             def attend() -> None:
-                with serial(0, shape.unit) as i:
-                    spare = tirx.min(i, group - 1)  # a last tile's spare rows repeat the last head
-                    unit.start(i, q, (kv_head * group + spare) * head_dim, low, total)
+                with serial(0, group) as i:
+                    unit.start(i, q, (kv_head * group + i) * head_dim, low, total)
                 unit.attend(Head(cache, memory, kv_head, shape.lanes), begin, end, tiles)
                 with serial(0, group) as i:
                     give(
@@ -113,6 +110,14 @@ def attention_partial(call: KernelCall, target: CpuTarget, name: str) -> Any:
     return k.function
 
 
+def tiles_of(rows: int, most: int) -> list[Tiles]:
+    """`rows` in as few tiles of at most `most` rows as there can be, whose sizes differ by one at most."""
+    count = -(-rows // most)
+    small, large = divmod(rows, count)
+    tiles = [Tiles(0, small + 1, large), Tiles(large * (small + 1), small, count - large)]
+    return [t for t in tiles if t.count]
+
+
 class _Parts:
     """The parts of `attention_partial`, read one head at a time."""
 
@@ -126,7 +131,7 @@ class _Parts:
         self._weights = local("float32", self.splits)
 
     def select(self, head: Expr) -> None:
-        """Weights the parts of a head: exp(max − the largest max) / Σ of the sums so weighted."""
+        """Weights the parts of a head: 2^(max − the largest max) / Σ of the sums so weighted."""
         self._at = hold(head * self._stride)
         maxima_at = hold(self._at + self.splits * self.head_dim)
         places = pieces(self.splits, self._lanes)
@@ -134,7 +139,7 @@ class _Parts:
         largest = hold(
             functools.reduce(tirx.max, [const(LOWEST, "float32"), *(max_lanes(m) for m in maxima)])
         )
-        weights = [hold(exp(m - broadcast(largest, lanes_of(m)))) for m in maxima]
+        weights = [hold(exp2(m - broadcast(largest, lanes_of(m)))) for m in maxima]
         sums = [self._memory.load(maxima_at + self.splits + i, n) for i, n in places]
         total = hold(
             sum((sum_lanes(w * s) for w, s in zip(weights, sums, strict=True)), const(0.0, "float32"))
@@ -154,7 +159,7 @@ class _Parts:
         return [s.get() for s in sums]
 
 
-def attention_merge(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def attention_merge(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """The kernel of `attention_merge`: parts (H, splits · (E + 2)) → f32 (1, H·E), head by head."""
     with Kernel(name, **signature(call)) as k:
         _, memory, out = k.arguments
@@ -169,7 +174,7 @@ def attention_merge(call: KernelCall, target: CpuTarget, name: str) -> Any:
     return k.function
 
 
-def attention_merge_quantize(call: KernelCall, target: CpuTarget, name: str) -> Any:
+def attention_merge_quantize(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """The kernel of `attention_merge_quantize`: parts (H, splits · (E + 2)) → a8 (1, H·E), group by group."""
     width = call.results[0].width
     with Kernel(name, **signature(call)) as k:

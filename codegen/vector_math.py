@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tvm import tirx
 
-from zllmc.codegen.tir import Expr, bind, bits, cast, const, lanes_of, llvm
+from zllmc.codegen.tir import Expr, bind, bits, cast, const, hold, lanes_of, llvm
 from zllmc.zllm_ir.errors import IRError
 
 
@@ -52,6 +52,24 @@ def exp(x: Expr) -> Expr:
     """eˣ within 2 ulp on [−87, 88]; saturates above, 0 below −88 (and so at −∞)."""
     power, rest = _exp_parts(x)
     return fma(power, rest, power)
+
+
+# Added to |x| < 2²² it leaves x rounded to an integer, plus 127, in the low bits: a float's exponent.
+_SHIFT = 1.5 * 2**23 + 127
+
+# (2ʳ − 1) / r on |r| ≤ 1/2, a minimax fit: relative error of 2ʳ below 2⁻²³.
+_EXP2 = (0.693146978, 0.240222421, 0.0555073375, 0.00967151272, 0.00132647267)
+
+
+def exp2(x: Expr) -> Expr:
+    """2ˣ within 3 ulp on [−126, 127]; 0 below −127 (and so at −∞), undefined above 127."""
+    lanes = lanes_of(x)
+    x = bind(tirx.max(const(-127.0, "float32", lanes), x))  # with the bound first, NaN passes
+    shifted = hold(x + const(_SHIFT, "float32", lanes))  # TVM would take x + c − c for x
+    r = bind(x - bind(shifted - const(_SHIFT, "float32", lanes)))
+    exponent = bits(shifted, typed("int32", lanes)) << const(23, "int32", lanes)
+    power = bind(bits(exponent, typed("float32", lanes)))
+    return fma(power, polynomial(r, _EXP2) * r, power)
 
 
 def tanh(x: Expr) -> Expr:

@@ -20,6 +20,7 @@ from zllmc.zllm_ir.types import KVType, TensorType
 
 Array = NDArray[Any]
 
+_LOG2_E = np.float32(1 / math.log(2))
 SPLIT_KEYS = 64  # a part is a multiple of this many keys
 
 
@@ -45,8 +46,8 @@ def attention_partial(
 
     The visible keys, from the multiple of 16 at or before the first, are cut into equal parts of a multiple
     of SPLIT_KEYS (the last ones may be shorter or empty). → (H, splits·(E + 2)): per head, the parts'
-    Σ exp(s − max)·v (splits, E), their max s (splits,) and their Σ exp(s − max) (splits,). A part with no
-    keys has zeros and a maximum of −inf.
+    Σ exp(s − max)·v (splits, E), their max s · log₂e (splits,) and their Σ exp(s − max) (splits,). A part
+    with no keys has zeros and a maximum of −inf.
     """
     _, heads, head_dim = q.shape
     keys, values = state.keys, state.values  # (S + 1, K, E)
@@ -57,6 +58,7 @@ def attention_partial(
     scores = np.einsum("he,she->hs", q[0] * np.float32(scale), np.repeat(keys, group, axis=1))
     if softcap:
         scores = np.tanh(scores / softcap) * softcap
+    scores *= _LOG2_E
     result = np.zeros((heads, splits * (head_dim + 2)), np.float32)
     outputs = result[:, : splits * head_dim].reshape(heads, splits, head_dim)
     maxima, sums = np.split(result[:, splits * head_dim :], 2, axis=1)
@@ -65,7 +67,7 @@ def attention_partial(
         visible = slice(max(first, start + p * part), min(total, start + (p + 1) * part))
         if visible.start < visible.stop:
             maxima[:, p] = scores[:, visible].max(axis=1)
-            weights = np.exp(scores[:, visible] - maxima[:, p, None])
+            weights = np.exp2(scores[:, visible] - maxima[:, p, None])
             sums[:, p] = weights.sum(axis=1)
             outputs[:, p] = np.einsum("hs,she->he", weights, np.repeat(values[visible], group, axis=1))
     return result
@@ -78,7 +80,7 @@ def attention_merge(partial: Array, *, splits: int) -> Array:
     head_dim = width // splits - 2
     outputs = partial[:, : splits * head_dim].reshape(heads, splits, head_dim)
     maxima, sums = np.split(partial[:, splits * head_dim :], 2, axis=1)
-    weights = np.exp(maxima - maxima.max(axis=1, keepdims=True))
+    weights = np.exp2(maxima - maxima.max(axis=1, keepdims=True))
     weights /= (weights * sums).sum(axis=1, keepdims=True)
     merged: Array = np.einsum("hp,hpe->he", weights, outputs).reshape(1, -1).astype(np.float32)
     return merged
