@@ -46,7 +46,7 @@ _GUARD = 64 << 20  # bytes around a buffer that are not accessible
 _SHARED_MEMORY: dict[Dialect, int] = {"cuda": 48 << 10, "hip": 64 << 10, "metal": 32 << 10}
 
 # What devices do not fuse the host must not; prelude.h has the functions that a failed check calls.
-_FLAGS = [f"-I{_SIMT}", "-O1", "-fsigned-char", "-ffp-contract=off", "-fstack-clash-protection"]
+_FLAGS = [f"-I{_SIMT}", "-fsigned-char", "-ffp-contract=off", "-fstack-clash-protection"]
 _FLAGS += ["-mfma"] if host_architecture() == "x86_64" and "fma" in host_flags() else []
 _FLAGS += ["-fsanitize=alignment,bounds,shift-exponent", "-fno-sanitize-recover=all"]
 
@@ -94,8 +94,9 @@ class EmulatedDevice:
 
     `threads`: of the system, by default one for each physical core. `reverse`: thread, subgroup and block
     order. `left`: buffers lie against the inaccessible memory before them instead of that after them.
-    `matrix`: its matrix instructions, `matrix_s8` and `matrix_f16` in a kernel. Compiled kernels are kept in
-    the folder `cache`. Raises ZllmcError without a C++ compiler, and KernelError for sources that it refuses.
+    `matrix`: its matrix instructions, `matrix_s8` and `matrix_f16` in a kernel. Without `optimize`, sources
+    are compiled in a quarter of the time to kernels that take several times as long. They are kept in the
+    folder `cache`. Raises ZllmcError without a C++ compiler, and KernelError for sources that it refuses.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class EmulatedDevice:
         reverse: bool = False,
         left: bool = False,
         matrix: Sequence[MatrixInstruction] = (),
+        optimize: bool = True,
         cache: Path | None = None,
     ) -> None:
         if subgroup not in (32, 64):
@@ -118,7 +120,12 @@ class EmulatedDevice:
         texts, self._kernels = _translation_units(sources, dialect)
         instructions = "".join(_matrix_instruction(it, subgroup) for it in matrix)
         texts = [text.replace("\n", f"\n{instructions}", 1) if "matrix_" in text else text for text in texts]
-        flags = [*_FLAGS, f"-DSUBGROUP={subgroup}", f"-DZLLMC_{dialect.upper()}"]
+        flags = [
+            *_FLAGS,
+            "-O1" if optimize else "-O0",
+            f"-DSUBGROUP={subgroup}",
+            f"-DZLLMC_{dialect.upper()}",
+        ]
         headers = [_SIMT / "executor.h", _SIMT / "prelude.h"]
         try:
             self._library = ctypes.CDLL(str(compile_library(texts, flags, headers, cache)))

@@ -50,7 +50,7 @@ def matrices(instruction: Any) -> list[np.ndarray]:
 def open_device(instruction: Any, cache: Any, **options: Any) -> EmulatedDevice:
     target = INSTRUCTIONS[instruction]
     matrix, text = (instruction,), {"product": kernel(instruction)}
-    return EmulatedDevice(text, "hip", target.subgroup, matrix=matrix, cache=cache, **options)
+    return EmulatedDevice(text, "hip", target.subgroup, matrix=matrix, optimize=False, cache=cache, **options)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
