@@ -3,10 +3,9 @@
 A block's contribution to a row of W and a row of x, with d, m the block's floats, sc, mn its small integers,
 q the codes as `Dot.values` gives them, z what they exceed the weight by, and dx the activation's scale:
 
-    Σ over units u of dx[u] · d · Σ_sub sc · (Σ q·x − z·Σx)  ±  m · mn · dx[u] · Σx
+    d · Σ over units u of dx[u] · Σ_sub sc · (Σ q·x − z·Σx)  ±  m · Σ over units u of mn · dx[u] · Σx
 
-`add_units` takes d·sc and m·mn as floats of each unit, which prefill prepares once for many rows;
-`add_blocks` multiplies by sc and mn as integers: cheaper for one row, and what sub-blocks of 16 need.
+Without sub-scales, d and m are multiplied with every unit. All that stands before dx is integers.
 """
 
 from __future__ import annotations
@@ -16,24 +15,89 @@ from collections.abc import Callable, Sequence
 from zllmc.codegen.dot import Dot, broadcast_pair, broadcast_step, load_i32
 from zllmc.codegen.grid_codes import load_scale
 from zllmc.codegen.packing import STEPS, UNIT, PackedLayout
-from zllmc.codegen.tir import Expr, Memory, Register, bind, broadcast, cast, const, serial
+from zllmc.codegen.tir import Expr, Memory, Register, bind, bits, broadcast, cast, const, serial
 from zllmc.zllm_ir.block_format import Float
 from zllmc.zllm_ir.errors import ZllmcError
 
 Vectors = Callable[[Expr], list[Expr]]  # of a unit: its codes as the dot product wants them, or its scales
 
 
+class Activations:
+    """Rows of x, which are `a8` rows (see `activation_row_bytes`); `row` is the word where one begins. What
+    there is for all rows of W comes broadcast to a vector."""
+
+    def __init__(self, layout: PackedLayout, dot: Dot, x: Memory) -> None:
+        self._dot, self._halved = dot, layout.format.sub_block < UNIT
+        self._bytes, self._words = x.view("int8"), x.view("int32")
+        self._halves, self._floats = x.view("int16"), x.view("float32")
+        units = layout.columns // UNIT
+        self._scale_at = layout.columns // 4
+        self._sum_at = self._scale_at + units
+        self._pair_at = self._sum_at + units
+
+    def codes(self, row: Expr, unit: Expr) -> Expr:
+        """The unit's codes as they lie there, i8."""
+        return self._bytes.load(4 * row + unit * UNIT, UNIT)
+
+    def step(self, row: Expr, unit: Expr, step: Expr) -> Expr:
+        """Four codes."""
+        return broadcast_step(self._words, row + unit * STEPS + step, self._dot.lanes)
+
+    def scale(self, row: Expr, unit: Expr) -> Expr:
+        return broadcast(self._floats.load(row + self._scale_at + unit), self._dot.lanes)
+
+    def scaled_sum(self, row: Expr, unit: Expr) -> Expr:
+        """The unit's scale · Σ codes."""
+        return broadcast(self._floats.load(row + self._sum_at + unit), self._dot.lanes)
+
+    def half_sums(self, row: Expr, unit: Expr) -> Expr:
+        """Σ codes of both halves of the unit: i16 pairs."""
+        return broadcast_pair(self._words, row + self._pair_at + unit, self._dot.lanes)
+
+    def times_sum(self, row: Expr, unit: Expr, factor: int, half: int | None = None) -> Expr:
+        """factor · Σ codes, of the unit or of one half; i32 lanes."""
+        low, high = (factor & 0xFFFF if half in (part, None) else 0 for part in range(2))
+        word = (low | high << 16) - (1 << 32 if high >> 15 else 0)
+        by = bits(const(word, "int32", self._dot.lanes), f"int16x{2 * self._dot.lanes}")
+        return self._dot.pair_sum(by, self.half_sums(row, unit))
+
+    def plus_unit(
+        self,
+        total: Expr,
+        parts: Sequence[tuple[Expr, Expr]],
+        dx: Expr,
+        minimum: Expr | None,
+        row: Expr,
+        unit: Expr,
+    ) -> Expr:
+        """total + what a unit without sub-scales adds. `parts`: sums of products as f32, each with its d."""
+        if len(parts) == 1:
+            ((value, d),) = parts
+            total = total + value * dx * d
+        else:
+            scaled = const(0, "float32", self._dot.lanes)
+            for value, d in parts:
+                scaled = bind(scaled + value * d)
+            total = total + scaled * dx
+        return total if minimum is None else total + minimum * self.scaled_sum(row, unit)
+
+    def plus_minimum(self, minima: Expr, mn: Expr, row: Expr, unit: Expr) -> Expr:
+        """minima + Σ_sub mn · dx · Σx; `mn` is what `BlockSums.sub_minimum` gives."""
+        if not self._halved:
+            return minima + mn * self.scaled_sum(row, unit)
+        pairs = self._dot.pair_sum(mn, self.half_sums(row, unit))
+        return minima + cast(pairs, "float32") * self.scale(row, unit)
+
+
 class BlockSums:
-    """One group of `lanes` rows at `record`, against rows of x, which are `a8` rows as i32 words."""
+    """One group of `lanes` rows at `record`, against rows of x."""
 
     def __init__(self, layout: PackedLayout, dot: Dot, record: Memory, x: Memory) -> None:
         self.layout, self.dot, self.record = layout, dot, record
+        self.x = Activations(layout, dot, x)
         self._scales = record.from_(const(layout.code_bytes, "int64"))
-        self._words, self._halves, self._floats = x.view("int32"), x.view("int16"), x.view("float32")
-        # Words from the start of a row of x, see `activation_row_bytes`.
-        self._scale_at = layout.columns // 4
-        self._sum_at = self._scale_at + layout.columns // UNIT
-        self._pair_at = self._sum_at + layout.columns // UNIT
+
+    # -- what the weights are made of ----------------------------------------------------------------------
 
     def steps(self, unit: Expr) -> list[Expr]:
         """The unit's codes, straight from the packed bytes."""
@@ -41,50 +105,88 @@ class BlockSums:
         return [self.dot.values(self.layout, step) for step in raw]
 
     @property
-    def parts(self) -> int:
-        """Parts of a unit that have a float scale of their own."""
-        scale = self.layout.format.scale
-        return 2 if scale is not None and scale.count > 1 else 1
-
-    @property
     def by_unit(self) -> bool:
-        """Whether `unit_scales` has all scales of a unit, so that `add_units` can do all its work."""
-        return self.layout.format.sub_block >= UNIT or self.parts > 1
-
-    @property
-    def scale_vectors(self) -> int:
-        """How many vectors `unit_scales` gives."""
-        if self.parts > 1:
-            return self.parts
-        return 1 + (self.layout.format.minimum is not None or self.dot.offset(self.layout) != 0)
+        """Whether `unit_scales` gives all scales of a unit; else `half_scales` does."""
+        scale = self.layout.format.scale
+        return self.layout.format.sub_block >= UNIT or (scale is not None and scale.count > 1)
 
     def unit_scales(self, unit: Expr) -> list[Expr]:
-        """Per row of W, what multiplies the unit's Σ q·x and Σ x as f32: d · sc, and ± m · mn or −z · d · sc.
-        The second is absent where the format has neither minimum nor offset. Where each half of a unit has
-        its own scale: both scales, for Σ (q − z)·x."""
+        """d · sc, and ± m · mn where the format has a minimum; or the d of each half that has its own."""
         layout, lanes = self.layout, self.dot.lanes
-        fmt = layout.format
-        units = fmt.block // UNIT
-        record = bind(unit // units * layout.block_scale_bytes)
-        d_at = record + layout.scale_offset
-        if fmt.scale is not None and self.parts > 1:
-            size = lanes * fmt.scale.nbytes
-            first = bind(d_at + unit % units * (self.parts * size))
-            return [bind(self._float(first + part * size, fmt.scale)) for part in range(self.parts)]
-        inside = record + unit % units * lanes
-        d = self._float(d_at, fmt.scale)
-        if layout.subs:
-            d = d * cast(load_i32(self._scales.view("int8"), inside, lanes), "float32")
-        d = bind(d)
-        if fmt.minimum:
-            m_at = record + layout.minimum_offset
-            m = self._float(m_at, fmt.minimum) * const(fmt.min_sign, "float32", lanes)
-            if layout.sub_mins:
-                m = m * cast(load_i32(self._scales, inside + layout.subs * lanes, lanes), "float32")
-            return [d, bind(m)]
-        if self.scale_vectors == 1:
-            return [d]
-        return [d, bind(d * const(-self.dot.offset(layout), "float32", lanes))]
+        scale = layout.format.scale
+        units = layout.format.block // UNIT
+        block = bind(unit // units)
+        if scale is not None and scale.count > 1:
+            size = lanes * scale.nbytes
+            first = bind(self._record(block) + layout.scale_offset + unit % units * (2 * size))
+            return [bind(self._float(first + part * size, scale)) for part in range(2)]
+        d = self.block_scale(block)
+        scales = [bind(d * cast(self._small(unit, 0, "int8"), "float32")) if layout.subs else d]
+        if layout.format.minimum:
+            m = self.block_minimum(block)
+            scales.append(bind(m * self.sub_minimum(unit)) if layout.sub_mins else m)
+        return scales
+
+    def half_scales(self, unit: Expr) -> tuple[list[Expr], list[Expr]]:
+        """As `unit_scales` where sub-blocks have 16 columns: d · sc of each half; ± m · mn of each half, or
+        ± m where the unit has only that, or nothing."""
+        block = bind(unit // (self.layout.format.block // UNIT))
+        d = self.block_scale(block)
+        scales = [bind(d * cast(sc, "float32")) for sc in self.sub_scales(unit)]
+        if not self.layout.format.minimum:
+            return scales, []
+        m = self.block_minimum(block)
+        if not self.layout.sub_mins:
+            return scales, [m]
+        mn = self.sub_minimum(unit)
+        return scales, [bind(m * cast(self.dot.scale_vector(mn, half), "float32")) for half in range(2)]
+
+    def block_scale(self, block: Expr) -> Expr:
+        return bind(self._float(self._record(block) + self.layout.scale_offset, self.layout.format.scale))
+
+    def block_minimum(self, block: Expr) -> Expr:
+        """± m."""
+        fmt = self.layout.format
+        m = self._float(self._record(block) + self.layout.minimum_offset, fmt.minimum)
+        return bind(m * const(fmt.min_sign, "float32", self.dot.lanes))
+
+    def sub_scales(self, unit: Expr) -> list[Expr]:
+        """The unit's sub-scale, or those of its halves, as `Dot.dot` takes them."""
+        paired = self._paired_scales(unit)
+        if paired is None:
+            return [self.dot.scale_vector(self._small(unit, 0, "int8"))]
+        return [self.dot.scale_vector(paired, half) for half in range(2)]
+
+    def sub_minimum(self, unit: Expr) -> Expr:
+        """The unit's mn as f32, or i16 pairs of those of its halves."""
+        at = self.layout.subs * self.dot.lanes
+        if self.layout.format.sub_block == UNIT:
+            return bind(cast(self._small(unit, at, "uint8"), "float32"))
+        return bind(cast(self._pair_bytes(unit, at, "uint8"), "int16"))
+
+    def _paired_scales(self, unit: Expr) -> Expr | None:
+        if self.layout.format.sub_block == UNIT:
+            return None
+        return bind(cast(self._pair_bytes(unit, 0, "int8"), "int16"))
+
+    def _record(self, block: Expr) -> Expr:
+        return block * self.layout.block_scale_bytes
+
+    def _small(self, unit: Expr, at: int, dtype: str) -> Expr:
+        units = self.layout.format.block // UNIT
+        place = self._record(unit // units) + at + unit % units * self.dot.lanes
+        return bind(load_i32(self._scales.view(dtype), place, self.dot.lanes))
+
+    def _pair_bytes(self, unit: Expr, at: int, dtype: str) -> Expr:
+        units, size = self.layout.format.block // UNIT, 2 * self.dot.lanes
+        return self._scales.view(dtype).load(self._record(unit // units) + at + unit % units * size, size)
+
+    def _float(self, at: Expr, number: Float | None) -> Expr:
+        if number is None:
+            raise ZllmcError(f"{self.layout.format.name} has no scale")
+        return load_scale(self._scales, at, self.dot.lanes, number)
+
+    # -- sums ----------------------------------------------------------------------------------------------
 
     def add_units(
         self,
@@ -97,129 +199,70 @@ class BlockSums:
     ) -> None:
         """Add units begin … end − 1 to the totals; `rows` are the word offsets of the rows of x, `scales`
         gives what `unit_scales` does."""
-        lanes = self.dot.lanes
+        layout = self.layout
+        parts = 2 if layout.format.scale is not None and layout.format.scale.count > 1 else 1
         with serial(begin, end) as unit:
-            if self.parts > 1:
-                self._add_halves(totals, rows, unit, steps(unit), scales(unit))
-                return
-            d, *m = scales(unit)
-            sums = self.dot.dot(self.layout, steps(unit), self._activations(rows, unit), None)
-            for total, acc, row in zip(totals, sums, rows, strict=True):
-                dx = broadcast(self._floats.load(row + self._scale_at + unit), lanes)
-                value = total.get() + cast(acc, "float32") * dx * d
-                if m:
-                    value = value + m[0] * broadcast(self._floats.load(row + self._sum_at + unit), lanes)
-                total.set(value)
-
-    def _add_halves(
-        self,
-        totals: Sequence[Register],
-        rows: Sequence[Expr],
-        unit: Expr,
-        codes: list[Expr],
-        scales: list[Expr],
-    ) -> None:
-        lanes, offset = self.dot.lanes, self.dot.offset(self.layout)
-        x = self._activations(rows, unit)
-        half = STEPS // 2
-        scaled: list[Expr] = [const(0, "float32", lanes)] * len(rows)
-        for part, d in enumerate(scales):
-            of = slice(part * half, (part + 1) * half)
-            sums = self.dot.dot(self.layout, codes[of], [steps[of] for steps in x], None)
-            for i, row in enumerate(rows):
-                acc = sums[i]
-                if offset:
-                    x_sum = self._halves.load((row + self._pair_at + unit) * 2 + part)
-                    acc = acc - broadcast(cast(x_sum, "int32") * const(offset, "int32"), lanes)
-                scaled[i] = bind(scaled[i] + cast(acc, "float32") * d)
-        for i, (total, row) in enumerate(zip(totals, rows, strict=True)):
-            total.set(
-                total.get() + scaled[i] * broadcast(self._floats.load(row + self._scale_at + unit), lanes)
-            )
+            codes, given, x = steps(unit), scales(unit), self._steps_of(rows, unit)
+            sums = []
+            for part in range(parts):
+                of = slice(part * STEPS // parts, (part + 1) * STEPS // parts)
+                sums.append(self.dot.dot(layout, codes[of], [each[of] for each in x], None))
+            for i, (total, row) in enumerate(zip(totals, rows, strict=True)):
+                values = []
+                for part, d in enumerate(given[:parts]):
+                    value = sums[part][i]
+                    if offset := self.dot.offset(layout):
+                        value = value + self.x.times_sum(row, unit, -offset, part if parts > 1 else None)
+                    values.append((cast(value, "float32"), d))
+                minimum = given[parts] if layout.format.minimum else None
+                dx = bind(self.x.scale(row, unit))
+                total.set(self.x.plus_unit(total.get(), values, dx, minimum, row, unit))
 
     def add_blocks(
         self, totals: Sequence[Register], rows: Sequence[Expr], begin: Expr, end: Expr, steps: Vectors
     ) -> None:
         """Add blocks begin … end − 1 to the totals: integers within a unit, d and m once a block."""
-        with serial(begin, end) as block:
-            record = bind(block * self.layout.block_scale_bytes)
-            self._add_block(totals, rows, block, record, steps)
-
-    def _activations(self, rows: Sequence[Expr], unit: Expr) -> list[list[Expr]]:
-        first = bind(unit * STEPS)
-        return [
-            [broadcast_step(self._words, row + first + s, self.dot.lanes) for s in range(STEPS)]
-            for row in rows
-        ]
-
-    def _add_block(
-        self,
-        totals: Sequence[Register],
-        rows: Sequence[Expr],
-        block: Expr,
-        record: Expr,
-        steps: Vectors,
-    ) -> None:
         fmt, lanes = self.layout.format, self.dot.lanes
         zero = const(0, "float32", lanes)
-        scaled = [Register("float32", lanes, zero) for _ in rows]
-        minima = [Register("float32", lanes, zero) for _ in rows] if fmt.minimum else []
-        with serial(0, fmt.block // UNIT) as u:
-            unit = bind(block * (fmt.block // UNIT) + u)
-            sums, mins = self._unit(steps, rows, record, unit, u)
-            for i, row in enumerate(rows):
-                dx = bind(broadcast(self._floats.load(row + self._scale_at + unit), lanes))
-                scaled[i].set(scaled[i].get() + cast(sums[i], "float32") * dx)
-                if mins:
-                    minima[i].set(minima[i].get() + cast(mins[i], "float32") * dx)
-        d = bind(self._float(record + self.layout.scale_offset, fmt.scale))
-        for total, part in zip(totals, scaled, strict=True):
-            total.set(total.get() + part.get() * d)
-        if minima:
-            m_at = record + self.layout.minimum_offset
-            m = bind(self._float(m_at, fmt.minimum) * const(fmt.min_sign, "float32", lanes))
-            for total, part in zip(totals, minima, strict=True):
-                total.set(total.get() + part.get() * m)
+        with serial(begin, end) as block:
+            scaled = [Register("float32", lanes, zero) for _ in rows]
+            minima = [Register("float32", lanes, zero) for _ in rows] if fmt.minimum else []
+            with serial(0, fmt.block // UNIT) as u:
+                unit = bind(block * (fmt.block // UNIT) + u)
+                sums = self._sub_sums(steps, rows, unit)
+                for i, row in enumerate(rows):
+                    dx = bind(self.x.scale(row, unit))
+                    scaled[i].set(scaled[i].get() + cast(sums[i], "float32") * dx)
+                if minima:
+                    minimum = self.sub_minimum(unit)
+                    for i, row in enumerate(rows):
+                        minima[i].set(self.x.plus_minimum(minima[i].get(), minimum, row, unit))
+            d = self.block_scale(block)
+            for total, part in zip(totals, scaled, strict=True):
+                total.set(total.get() + part.get() * d)
+            if minima:
+                m = self.block_minimum(block)
+                for total, part in zip(totals, minima, strict=True):
+                    total.set(total.get() + part.get() * m)
 
-    def _float(self, at: Expr, number: Float | None) -> Expr:
-        if number is None:
-            raise ZllmcError(f"{self.layout.format.name} has no scale")
-        return load_scale(self._scales, at, self.dot.lanes, number)
+    def _steps_of(self, rows: Sequence[Expr], unit: Expr) -> list[list[Expr]]:
+        return [[self.x.step(row, unit, s) for s in range(STEPS)] for row in rows]
 
-    def _unit(
-        self, steps: Vectors, rows: Sequence[Expr], record: Expr, unit: Expr, unit_in_block: Expr
-    ) -> tuple[list[Expr], list[Expr]]:
-        """Of 32 columns, per row of x: Σ_sub sc · Σ (q − z) · x, and Σ_sub mn · Σ x; i32 lanes."""
-        layout, dot, lanes = self.layout, self.dot, self.dot.lanes
-        fmt = layout.format
-        codes = steps(unit)
-        x = self._activations(rows, unit)
-        offset = dot.offset(layout)
-        pairs: list[Expr] = []  # Σx of both halves of the unit
-        if offset or fmt.sub_mins:
-            pairs = [bind(broadcast_pair(self._words, row + self._pair_at + unit, lanes)) for row in rows]
-
-        signed = self._scales.view("int8")
-        if fmt.sub_block == UNIT:
-            sc = bind(load_i32(signed, record + unit_in_block * lanes, lanes))
-            sums = dot.dot(layout, codes, x, dot.scale_vector(sc))
-            paired = dot.twice(sc) if offset else None
-        else:
-            at = record + unit_in_block * (2 * lanes)
-            paired = bind(cast(signed.load(at, 2 * lanes), "int16"))
-            half = STEPS // 2
-            low = dot.dot(layout, codes[:half], [r[:half] for r in x], dot.scale_vector(paired, 0))
-            high = dot.dot(layout, codes[half:], [r[half:] for r in x], dot.scale_vector(paired, 1))
-            sums = [bind(a + b) for a, b in zip(low, high, strict=True)]
-        if offset:
-            by = const(offset, "int32", lanes)
+    def _sub_sums(self, steps: Vectors, rows: Sequence[Expr], unit: Expr) -> list[Expr]:
+        """Σ_sub sc · Σ (q − z) · x of a unit for each row of x; i32 lanes."""
+        layout, dot = self.layout, self.dot
+        codes, x = steps(unit), self._steps_of(rows, unit)
+        scales = self.sub_scales(unit)
+        sums: list[Expr] = []
+        for part, scale in enumerate(scales):
+            of = slice(part * STEPS // len(scales), (part + 1) * STEPS // len(scales))
+            more = dot.dot(layout, codes[of], [each[of] for each in x], scale)
+            sums = [bind(a + b) for a, b in zip(sums, more, strict=True)] if sums else more
+        if offset := dot.offset(layout):
+            paired = self._paired_scales(unit)
+            if paired is None:
+                paired = dot.twice(self._small(unit, 0, "int8"))
+            by = const(offset, "int32", dot.lanes)
+            pairs = [self.x.half_sums(row, unit) for row in rows]
             sums = [bind(s - dot.pair_sum(paired, p) * by) for s, p in zip(sums, pairs, strict=True)]
-
-        if not layout.sub_mins:
-            return sums, []
-        mins_at = record + layout.subs * lanes
-        if fmt.sub_block == UNIT:
-            mn = bind(dot.twice(load_i32(self._scales, mins_at + unit_in_block * lanes, lanes)))
-        else:
-            mn = bind(cast(self._scales.load(mins_at + unit_in_block * (2 * lanes), 2 * lanes), "int16"))
-        return sums, [bind(dot.pair_sum(mn, p)) for p in pairs]
+        return sums

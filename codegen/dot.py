@@ -17,7 +17,7 @@ from zllmc.codegen.tir import Expr, Memory, bind, bits, broadcast, cast, const, 
 from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.block_format import Field, Grid
 
-_LARGEST_ACTIVATION = 127
+LARGEST_PAIR = 2 * 127  # of two activations
 
 
 class Dot:
@@ -122,7 +122,7 @@ class Dot:
         """Pairs are summed in i16 for as many steps as cannot overflow, then widened with the scale."""
         pairs = 2 * self.lanes
         signed = self.signed(layout)
-        limit = 32767 // (2 * _LARGEST_ACTIVATION * layout.codes.largest)
+        limit = 32767 // (LARGEST_PAIR * layout.codes.largest)
         weight = const(1, "int16", pairs) if scale is None else scale
         sums: list[Any] = [None] * len(x)
         for start in range(0, len(steps), limit):
@@ -138,6 +138,25 @@ class Dot:
                 wide = self.pair_sum(narrow[row], weight)
                 sums[row] = bind(wide if sums[row] is None else sums[row] + wide)
         return sums
+
+    # Step by step, for sums that outlive one unit's steps: i16 lanes with maddubs, else i32.
+
+    def plus_products(self, total: Expr | None, w: Expr, x: Expr) -> Expr:
+        """total (None is zero) + a step's products of `values` and activations; signs must be in `x`."""
+        if self.kind != "maddubs":
+            return self._dot_quad(const(0, "int32", self.lanes) if total is None else total, w, x)
+        pairs = llvm("llvm.x86.avx2.pmadd.ub.sw", f"int16x{2 * self.lanes}", w, x)
+        return pairs if total is None else total + pairs
+
+    def widened(self, total: Expr, scale: Expr | None) -> Expr:
+        """Such a total as i32 lanes, times `scale`."""
+        if self.kind == "maddubs":
+            return self.pair_sum(total, const(1, "int16", 2 * self.lanes) if scale is None else scale)
+        return total if scale is None else total * scale
+
+    def signed_by(self, value: Expr, by: Expr) -> Expr:
+        """maddubs only: `value`, negated where `by` is negative."""
+        return self._sign(value, by)
 
     def _sign(self, value: Expr, by: Expr) -> Expr:
         return llvm("llvm.x86.avx2.psign.b", f"int8x{4 * self.lanes}", value, by)

@@ -1,22 +1,21 @@
 """The linear family: y = alpha · (x · Wᵀ) + bias + residual, straight from packed weights.
 
 One generator serves every block format: what differs is data in its description (`block_sums`). Decode has
-one row of x and reads every packed byte once. Prefill takes a block of rows that stays in the L2 cache,
-unpacks a group's codes once for all of them, a piece of the columns at a time, and goes over the rows in
-tiles of ROW_TILE, which share each weight vector in a register.
+one row of x and reads every packed byte once. More rows are taken in blocks that stay in the L2 cache; a few
+groups of weights at a time are unpacked for all of them, and multiplied in tiles (`linear_tiles`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
-from zllmc.codegen.block_sums import BlockSums
+from zllmc.codegen.block_sums import Activations, BlockSums
 from zllmc.codegen.dot import Dot
-from zllmc.codegen.packing import STEPS, UNIT, PackedLayout, layout_of
+from zllmc.codegen.linear_tiles import Tiles
+from zllmc.codegen.packing import UNIT, PackedLayout, layout_of
 from zllmc.codegen.rows import row_count, share
 from zllmc.codegen.tir import (
     Expr,
@@ -36,10 +35,9 @@ from zllmc.targets.cpu import CpuTarget
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand, activation_row_bytes
 
-ROW_TILE = 4  # rows of x that share a weight vector
+ROW_TILE = 4  # rows of x that share a vector of plain weights
 PREFETCH_BYTES = 6144  # 2 KiB is too late for memory, 16 KiB crowds the L1 cache
 _L2_SHARE = 192 * 1024  # bytes of x that stay in a core's L2 cache while weights stream past
-_UNPACKED = 16 * 1024  # bytes of unpacked codes: half of the L1 cache
 
 
 def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
@@ -72,7 +70,8 @@ def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
             given.get("bias"),
             _Rows(given["residual"], residual.stride) if isinstance(residual, Operand) else None,
         )
-        begin, end = share(kernel, layout.groups)
+        together = 1 if x.single_row or not quantized else groups.tiles.width
+        begin, end = share(kernel, layout.groups // together)
         if x.single_row:
             with serial(begin, end) as group:
                 groups.decode(group)
@@ -80,9 +79,9 @@ def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
             tokens = bind(row_count(x, given["control"]))
             size = columns if quantized else 4 * columns
             block = max(2, _L2_SHARE // size // ROW_TILE) * ROW_TILE
-            with serial(0, (tokens + (block - 1)) // block) as b, serial(begin, end) as group:
+            with serial(0, (tokens + (block - 1)) // block) as b:
                 first = bind(b * block)
-                groups.prefill(group, first, bind(T.min(tokens - first, block)), block)
+                groups.prefill(begin, end, first, bind(T.min(tokens - first, block)), block)
     return kernel.function
 
 
@@ -128,64 +127,42 @@ class _Groups:
             total = register.get()
         self._finish(group, start, total)
 
-    def prefill(self, group: Expr, first: Expr, count: Expr, most: int) -> None:
-        """Rows first … first + count − 1 of x, of which there are at most `most`."""
-        record, lanes = self._record(group), self.dot.lanes
-        totals = local("float32", most * lanes)
-        tiles = bind((count + (ROW_TILE - 1)) // ROW_TILE)
+    def prefill(self, begin: Expr, end: Expr, first: Expr, count: Expr, most: int) -> None:
+        """Groups begin … end − 1 against rows first … first + count − 1 of x, which are at most `most`."""
+        lanes = self.dot.lanes
         if self.layout.format.plain is not None:
-            with serial(0, tiles) as t:
-                self._store(totals, t, self._plain(record, self._tile(t, first, count)))
-        else:
-            self._prefill_blocks(record, first, count, tiles, totals)
-        with serial(0, count) as r:
-            self._finish(group, first + r, totals.load(r * lanes, lanes))
+            totals = local("float32", most * lanes)
+            tiles = bind((count + (ROW_TILE - 1)) // ROW_TILE)
+            with serial(begin, end) as group:
+                record = self._record(group)
+                with serial(0, tiles) as t:
+                    self._store(totals, t, self._plain(record, self._tile(t, first, count)))
+                with serial(0, count) as r:
+                    self._finish(group, first + r, totals.load(r * lanes, lanes))
+            return
+        tiles = self.tiles
+        width = tiles.width
+        totals = local("float32", most * width * lanes)
+        starts = tiles.prepare(most, first, count, self.x_stride)
+        with serial(begin, end) as some:
+            numbers = [bind(some * width + g) for g in range(width)]
+            records = [self._record(group) for group in numbers]
+            with serial(0, count * width) as i:
+                totals.store(i * lanes, const(0, "float32", lanes))
 
-    def _prefill_blocks(self, record: Memory, first: Expr, count: Expr, tiles: Expr, totals: Memory) -> None:
-        layout, lanes = self.layout, self.dot.lanes
-        sums = BlockSums(layout, self.dot, record, self.x)
-        step_bytes = 4 * lanes
-        units = layout.format.block // UNIT
-        blocks = layout.columns // layout.format.block
-        piece = min(blocks, max(1, _UNPACKED // (STEPS * step_bytes * units)))  # blocks
-        unpacked = local("uint8", piece * units * STEPS * step_bytes)
-        scales = local("float32", piece * units * 2 * lanes) if sums.by_unit else None
-        with serial(0, tiles) as t:
-            self._store(totals, t, [const(0, "float32", lanes)] * ROW_TILE)
-        with serial(0, -(-blocks // piece)) as p:
-            begin = bind(p * piece)
-            end = bind(T.min(begin + piece, blocks))
-            with serial(begin * units, end * units) as unit:
-                slot = bind((unit - begin * units) * (STEPS * step_bytes))
-                for s, step in enumerate(sums.steps(unit)):
-                    unpacked.store(slot + s * step_bytes, bits(step, f"uint8x{step_bytes}"))
-                if scales is not None:
-                    for i, value in enumerate(sums.unit_scales(unit)):
-                        scales.store((unit - begin * units) * (2 * lanes) + i * lanes, value)
+            def ask(unit: Expr) -> None:
+                for record in records:
+                    self._prefetch(record, unit, columns=UNIT)
 
-            def steps(unit: Expr) -> list[Expr]:
-                slot = bind((unit - begin * units) * (STEPS * step_bytes))
-                loaded = [unpacked.load(slot + s * step_bytes, step_bytes) for s in range(STEPS)]
-                if self.dot.kind == "sdot":
-                    loaded = [bits(step, f"int8x{step_bytes}") for step in loaded]
-                return [bind(step) for step in loaded]
+            weights = [BlockSums(self.layout, self.dot, record, self.x) for record in records]
+            tiles.add(totals, weights, starts, first, count, self.x_stride, ask)
+            with serial(0, count) as r:
+                for g, group in enumerate(numbers):
+                    self._finish(group, first + r, totals.load((r * width + g) * lanes, lanes))
 
-            def unit_scales(unit: Expr, scales: Memory) -> list[Expr]:
-                slot = bind((unit - begin * units) * (2 * lanes))
-                return [bind(scales.load(slot + i * lanes, lanes)) for i in range(sums.scale_vectors)]
-
-            with serial(0, tiles) as t:
-                registers = [
-                    Register("float32", lanes, totals.load((t * ROW_TILE + i) * lanes, lanes))
-                    for i in range(ROW_TILE)
-                ]
-                rows = self._tile(t, first, count)
-                if scales is not None:
-                    prepared = partial(unit_scales, scales=scales)
-                    sums.add_units(registers, rows, begin * units, end * units, steps, prepared)
-                else:
-                    sums.add_blocks(registers, rows, begin, end, steps)
-                self._store(totals, t, [r.get() for r in registers])
+    @property
+    def tiles(self) -> Tiles:
+        return Tiles(self.layout, self.dot, Activations(self.layout, self.dot, self.x))
 
     def _tile(self, tile: Expr, first: Expr, count: Expr) -> list[Expr]:
         """Where a tile's rows of x begin. A short last tile repeats the last row; its totals are not used."""

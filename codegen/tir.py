@@ -112,12 +112,15 @@ class Register:
 
 
 def local(dtype: str, elements: int) -> Memory:
-    """A scratch array on the stack; keep it to a few KiB."""
+    """A scratch array on the stack; keep it to a few KiB. From 1 KiB on it starts at a cache line."""
     nbytes = elements * np.dtype(dtype).itemsize
     if nbytes < 1024:
         return Memory(T.alloc_buffer((elements,), dtype), dtype)
-    # TVM takes a larger buffer from the heap, which these kernels have none of.
-    return Memory.at(bind(T.tvm_stack_alloca("shape", -(-nbytes // 8))), dtype)
+    # TVM takes a larger buffer from the heap, which these kernels have none of; this one is aligned to 8.
+    memory = Memory.at(bind(T.tvm_stack_alloca("shape", -(-nbytes // 8) + 8)), "uint8")
+    end = T.address_of(memory.buffer[const(63, "int64")])
+    line = llvm("llvm.ptrmask", "handle", end, const(-64, "int64"))
+    return Memory.at(bind(line), dtype)
 
 
 def block_array(dtype: str, elements: int) -> Memory:

@@ -34,9 +34,23 @@ def call_of(format: str, rows: int, columns: int, tokens: int | None, **extra) -
     )
 
 
-def check(format, rows, columns, tokens, *, threads=1, target=RUNNABLE[-1], decode_entry=False, rng, **extra):
-    raw = random_rows(FORMATS[format], rows, columns, rng, extreme=extra.pop("extreme", False))
-    x = rng.standard_normal((tokens, columns), dtype=np.float32)
+def check(
+    format,
+    rows,
+    columns,
+    tokens,
+    *,
+    threads=1,
+    target=RUNNABLE[-1],
+    decode_entry=False,
+    rng,
+    extreme=False,
+    x=None,
+    **extra,
+):
+    raw = random_rows(FORMATS[format], rows, columns, rng, extreme=extreme)
+    if x is None:
+        x = rng.standard_normal((tokens, columns), dtype=np.float32)
     plain = FORMATS[format].plain is not None
     layout = layout_of(format, (rows, columns), target.lanes)
     packed = pack_rows(layout, raw)
@@ -59,24 +73,49 @@ def check(format, rows, columns, tokens, *, threads=1, target=RUNNABLE[-1], deco
         expected += residual[:, :rows]
     # Products are exact; what is left is the rounding of f32 sums (and of the K formats' split minimum).
     assert (np.abs(y[:, :rows] - expected) <= 2e-6 * magnitude + 1e-6 * np.abs(expected) + 1e-6).all()
+    return y[:, :rows]
 
 
 @pytest.mark.parametrize("target", RUNNABLE, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 def test_decode_row(format, target):
-    check(format, 48, 512, 1, decode_entry=True, threads=2, target=target, rng=np.random.default_rng(1))
+    check(format, 32, 512, 1, decode_entry=True, threads=2, target=target, rng=np.random.default_rng(1))
 
 
 @pytest.mark.parametrize("target", RUNNABLE, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
-def test_prefill_rows_with_a_short_last_tile(format, target):
-    check(format, 32, 512, 7, threads=3, target=target, rng=np.random.default_rng(2))
+def test_prefill_rows_with_short_last_tiles(format, target):
+    """15 rows are one tile of every height."""
+    check(format, 32, 512, 15, threads=3, target=target, rng=np.random.default_rng(2))
+
+
+@pytest.mark.parametrize("target", RUNNABLE, ids=str)
+@pytest.mark.parametrize("format", [name for name, fmt in FORMATS.items() if fmt.plain is None])
+def test_a_row_gives_the_same_bits_alone_and_among_others(format, target):
+    """In every place of a tile, and in the decode entry."""
+    x = np.random.default_rng(4).standard_normal((1, 512), dtype=np.float32)
+    rng = np.random.default_rng
+    alone = check(format, 32, 512, 1, target=target, decode_entry=True, x=x, rng=rng(5))
+    among = check(format, 32, 512, 15, target=target, x=np.repeat(x, 15, axis=0), rng=rng(5))
+    np.testing.assert_array_equal(among, np.repeat(alone, 15, axis=0))
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_extreme_codes_scales_and_signs(format):
     for tokens in (1, 2, 3):
         check(format, 16, 256, tokens, extreme=True, rng=np.random.default_rng(tokens))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_integers_hold_the_largest_sums(format):
+    """Activations of ±127 only, all with one sign, alternating, and by pairs."""
+    signs = np.ones((4, 256), np.float32)
+    signs[1], signs[2, ::2], signs[3, ::4], signs[3, 1::4] = -1, -1, -1, -1
+    for extreme in (False, True):
+        check(format, 16, 256, 4, x=signs, extreme=extreme, rng=np.random.default_rng(6))
+        check(
+            format, 16, 256, 1, x=signs[1:2], extreme=extreme, decode_entry=True, rng=np.random.default_rng(6)
+        )
 
 
 @pytest.mark.parametrize("format", ["F16", "Q4_0", "Q8_0", "Q6_K"])

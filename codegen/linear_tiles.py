@@ -1,0 +1,384 @@
+"""Tiles of a matrix product: a few rows of x against ROW_PAD rows of weights, unpacked into the L1 cache.
+
+What the sums need of a unit of 32 columns is unpacked once for all rows of x. A tile then goes over the units
+with all its sums in registers: a step loads the codes of each group of weight rows once, and an activation,
+once broadcast, serves all groups. LLVM would reorder a unit's steps by group and run out of registers, so the
+steps are a loop that it can't unroll.
+
+Whatever is a sum of integers is exact, and the arithmetic on floats is that of `block_sums`, operation by
+operation: a row's result is the same alone and among others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from zllmc.codegen.block_sums import Activations, BlockSums
+from zllmc.codegen.dot import LARGEST_PAIR, Dot
+from zllmc.codegen.packing import ROW_PAD, STEPS, UNIT, PackedLayout
+from zllmc.codegen.tir import Expr, Memory, Register, bind, bits, broadcast, cast, const, local, serial, when
+
+Sums = list[list[Expr]]  # of each row of x and each group
+
+_UNPACKED = 16 * 1024  # bytes of unpacked vectors: half of the L1 cache
+_LIFTED = 64  # signed codes up to this size are lifted to unsigned ones: their pairs still fit an i16
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The product of rows of x with weights of `layout`.
+
+    AVX2 sums products in i16, for as many steps as cannot overflow: a `chunk`. Codes are unsigned then. They
+    exceed the weights by `zero`; the sums are still those of the weights, because they start with −zero times
+    the activations that are to come. Signed codes of 8 bits are too large for that: they are `split` in sign
+    and size.
+    """
+
+    layout: PackedLayout
+    dot: Dot
+    x: Activations
+
+    @cached_property
+    def lift(self) -> int:
+        """What is added to signed codes to make them unsigned."""
+        largest = self.layout.codes.largest
+        signed = self.dot.kind == "maddubs" and self.dot.signed(self.layout)
+        return largest if signed and largest <= _LIFTED else 0
+
+    @cached_property
+    def split(self) -> bool:
+        return self.dot.kind == "maddubs" and self.dot.signed(self.layout) and not self.lift
+
+    @cached_property
+    def zero(self) -> int:
+        return self.lift or self.dot.offset(self.layout)
+
+    @cached_property
+    def chunk(self) -> int:
+        """Steps whose products are summed before they are widened and scaled: 1, 2, 4 or 8."""
+        steps = STEPS * min(self.layout.format.sub_block, UNIT) // UNIT
+        if self.dot.kind == "maddubs":
+            code = self.layout.codes.largest + self.lift
+            while steps * LARGEST_PAIR * max(self.zero, code - self.zero) > 32767:
+                steps //= 2
+        return steps
+
+    @property
+    def chunks(self) -> int:
+        """Of a unit."""
+        return STEPS // self.chunk
+
+    @property
+    def width(self) -> int:
+        """Groups of weight rows in a tile. Split codes need more registers for themselves."""
+        return 1 if self.split else ROW_PAD // self.dot.lanes
+
+    @property
+    def height(self) -> int:
+        """Rows of x in a tile, a power of 2."""
+        return 8 if self.width == 1 else 4
+
+    def add(
+        self,
+        totals: Memory,
+        weights: Sequence[BlockSums],
+        starts: Memory | None,
+        first: Expr,
+        count: Expr,
+        stride: int,
+        prefetch: Callable[[Expr], None],
+    ) -> None:
+        """totals[row][group] += w · x for rows first … first + count − 1 of x, `stride` words apart, and the
+        `width` groups of weights. `starts`: of `prepare`. `prefetch(unit)`: before a unit is unpacked."""
+        units = self.layout.format.block // UNIT
+        blocks = self.layout.columns // self.layout.format.block
+        vectors = _UnitVectors(self.names, self.width, self.dot.lanes)
+        piece = min(blocks, max(1, _UNPACKED // (vectors.stride * units)))
+        vectors.allocate(piece * units)
+        zero = bind(T.max(0 - count, 0))  # which LLVM doesn't know, see `_Tile`
+
+        def tile(row: Expr, rows: int, begin: Expr, end: Expr) -> None:
+            words = [bind((first + row + r) * stride) for r in range(rows)]
+            _Tile(self, weights, vectors, starts, words, row, zero).add(totals, begin, end)
+
+        with serial(0, -(-blocks // piece)) as p:
+            begin = bind(p * piece)
+            end = bind(T.min(begin + piece, blocks))
+            with serial(0, (end - begin) * units) as u:
+                unit = bind(begin * units + u)
+                prefetch(unit)
+                for g, group in enumerate(weights):
+                    vectors.store(bind(u * vectors.stride), g, self._unpacked(group, unit))
+            with serial(0, T.truncdiv(count, self.height)) as t:
+                tile(bind(t * self.height), self.height, begin, end)
+            rows = self.height
+            while rows := rows // 2:
+                with when(T.bitwise_and(count, rows) != 0):
+                    tile(bind(T.bitwise_and(count, -2 * rows)), rows, begin, end)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the vectors that a unit is unpacked into. A scale is there once for each chunk."""
+        fmt = self.layout.format
+        names = [f"code{s}" for s in range(STEPS)]
+        if self.split:
+            names += [f"sign{s}" for s in range(STEPS)]
+        if self.layout.subs:
+            names += [f"scale{c}" for c in range(self.chunks)]
+        else:
+            names += [f"d{part}" for part in range(2 if fmt.scale and fmt.scale.count > 1 else 1)]
+        return [*names, "minimum"] if fmt.minimum else names
+
+    def _unpacked(self, group: BlockSums, unit: Expr) -> dict[str, Expr]:
+        vectors = {}
+        for s, step in enumerate(group.steps(unit)):
+            code = bind(step)
+            if self.split:
+                vectors[f"sign{s}"] = code
+                code = self.dot.signed_by(code, code)
+            elif self.lift:
+                code = code + const(self.lift, "uint8", 4 * self.dot.lanes)
+            vectors[f"code{s}"] = code
+        if self.layout.subs:
+            scales = group.sub_scales(unit)
+            vectors |= {f"scale{c}": scales[c * len(scales) // self.chunks] for c in range(self.chunks)}
+            minimum = group.sub_minimum(unit) if self.layout.sub_mins else None
+        else:
+            scales = group.unit_scales(unit)
+            minimum = scales.pop() if self.layout.format.minimum else None
+            vectors |= {f"d{part}": d for part, d in enumerate(scales)}
+        return vectors if minimum is None else vectors | {"minimum": minimum}
+
+    def prepare(self, most: int, first: Expr, count: Expr, stride: int) -> Memory | None:
+        """What the i16 sums of each row and chunk start with: [row][unit][chunk], both sums in 4 bytes."""
+        if not self.zero or self.dot.kind != "maddubs":
+            return None
+        lanes, units, chunks = self.dot.lanes, self.layout.columns // UNIT, self.chunks
+        starts = local("int32", most * units * chunks)
+        by = const(self.zero, "uint8", 4 * lanes)
+        with serial(0, count) as row, serial(0, units) as unit:
+            sums = bind(self.dot.plus_products(None, by, self.x.codes((first + row) * stride, unit)))
+            distance = 1
+            while distance < self.chunk:
+                order = [lane ^ distance for lane in range(lanes)]
+                other = tirx.Shuffle([bits(sums, f"int32x{lanes}")], order)
+                sums = bind(sums + bits(other, f"int16x{2 * lanes}"))
+                distance *= 2
+            sums = bind(bits(const(0, "int16", 2 * lanes) - sums, f"int32x{lanes}"))
+            for chunk in range(chunks):
+                value = tirx.Shuffle([sums], [chunk * self.chunk])
+                starts.store((row * units + unit) * chunks + chunk, value)
+        return starts
+
+
+class _UnitVectors:
+    """The vectors of some units of each group, by name, in memory. All have the size of a register."""
+
+    def __init__(self, names: Sequence[str], groups: int, lanes: int) -> None:
+        self._size = 4 * lanes
+        self._step = groups * self._size
+        self._at = {name: i * self._step for i, name in enumerate(names)}
+        self._dtype: dict[str, str] = {}
+        self.stride = len(names) * self._step
+
+    def allocate(self, units: int) -> None:
+        self._memory = local("uint8", units * self.stride)
+
+    def store(self, slot: Expr, group: int, vectors: dict[str, Expr]) -> None:
+        """`slot`: the number of the unit times `stride`."""
+        for name, value in vectors.items():
+            self._dtype[name] = str(value.ty.dtype)
+            at = slot + self._at[name] + group * self._size
+            self._memory.store(at, bits(value, f"uint8x{self._size}"))
+
+    def load(self, slot: Expr, group: int, name: str, number: Expr = 0) -> Expr:
+        """The vector that comes `number` names after this."""
+        at = slot + self._at[name] + group * self._size + number * self._step
+        return bits(self._memory.load(at, self._size), self._dtype[name])
+
+
+@dataclass(frozen=True)
+class _Vectors:
+    """f32 vectors of each row and group in memory, at element `at`."""
+
+    memory: Memory
+    at: Expr
+    groups: int
+    lanes: int
+
+    def behind(self, distance: Expr) -> _Vectors:
+        return _Vectors(self.memory, bind(self.at + distance), self.groups, self.lanes)
+
+    def get(self, r: int, g: int) -> Expr:
+        return self.memory.load(self.at + (r * self.groups + g) * self.lanes, self.lanes)
+
+    def set(self, r: int, g: int, value: Expr) -> None:
+        self.memory.store(self.at + (r * self.groups + g) * self.lanes, value)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Rows of x that begin at `words`, from the number `row` of the totals and of `starts` on.
+
+    `zero` is 0, unknown to LLVM: loops that end so much later are not unrolled, and what lies so much further
+    in every turn of a loop stays in memory. Both keep the registers for the sums of integers.
+    """
+
+    of: Tiles
+    weights: Sequence[BlockSums]
+    vectors: _UnitVectors
+    starts: Memory | None
+    words: Sequence[Expr]
+    row: Expr
+    zero: Expr
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        return [(r, g) for r in range(len(self.words)) for g in range(self.of.width)]
+
+    def add(self, totals: Memory, begin: Expr, end: Expr) -> None:
+        """Add blocks begin … end − 1 to the totals."""
+        width, lanes = self.of.width, self.of.dot.lanes
+        mine = _Vectors(totals, bind(self.row * (width * lanes)), width, lanes)
+        if self.of.layout.subs:
+            with serial(begin, end) as block:
+                self._add_block(mine, block, block - begin)
+            return
+        units = self.of.layout.format.block // UNIT
+        with serial(0, (end - begin) * units) as u:
+            self._add_unit(mine.behind(u * self.zero), bind(begin * units + u), bind(u * self.vectors.stride))
+
+    def _add_unit(self, totals: _Vectors, unit: Expr, slot: Expr) -> None:
+        x, parts = self.of.x, [name for name in self.of.names if name[0] == "d"]
+        chunks = self.of.chunks // len(parts)
+        sums = [self._dot(unit, slot, part * chunks, chunks) for part in range(len(parts))]
+        for r, row in enumerate(self.words):
+            dx = bind(x.scale(row, unit))
+            for g in range(self.of.width):
+                terms = [
+                    (cast(of_part[r][g], "float32"), self.vectors.load(slot, g, d))
+                    for of_part, d in zip(sums, parts, strict=True)
+                ]
+                minimum = self.vectors.load(slot, g, "minimum") if self.of.layout.format.minimum else None
+                totals.set(r, g, x.plus_unit(totals.get(r, g), terms, dx, minimum, row, unit))
+
+    def _add_block(self, totals: _Vectors, block: Expr, number: Expr) -> None:
+        """`number` counts the blocks that are unpacked."""
+        x, fmt = self.of.x, self.of.layout.format
+        width, lanes = self.of.width, self.of.dot.lanes
+        units = fmt.block // UNIT
+        first = bind(block * units)
+        slots = bind(number * (units * self.vectors.stride))
+        zero = const(0, "float32", lanes)
+        scaled = _Vectors(local("float32", len(self.places) * lanes), const(0, "int32"), width, lanes)
+        for r, g in self.places:
+            scaled.set(r, g, zero)
+        with serial(0, units) as u:
+            unit = bind(first + u)
+            held = scaled.behind(u * self.zero)
+            sums = self._dot(unit, bind(slots + u * self.vectors.stride), 0, self.of.chunks)
+            for r, row in enumerate(self.words):
+                dx = bind(x.scale(row, unit))
+                for g in range(width):
+                    held.set(r, g, held.get(r, g) + cast(sums[r][g], "float32") * dx)
+        for r, g in self.places:
+            totals.set(r, g, totals.get(r, g) + scaled.get(r, g) * self.weights[g].block_scale(block))
+        if not fmt.minimum:
+            return
+        minima = self._registers([[zero] * width for _ in self.words])
+        with serial(0, units) as u:
+            unit = bind(first + u)
+            slot = bind(slots + u * self.vectors.stride)
+            for r, g in self.places:
+                minimum = self.vectors.load(slot, g, "minimum")
+                minima[r][g].set(x.plus_minimum(minima[r][g].get(), minimum, self.words[r], unit))
+        for r, g in self.places:
+            value = totals.get(r, g) + minima[r][g].get() * self.weights[g].block_minimum(block)
+            totals.set(r, g, value)
+
+    # -- sums of integers ----------------------------------------------------------------------------------
+
+    def _dot(self, unit: Expr, slot: Expr, first: int, count: int) -> Sums:
+        """Σ of weight · x over `count` chunks of the unit, times sub-scales if there are any; i32 lanes."""
+        if self.of.chunk > 2:
+            sums = self._chunk(unit, slot, first)
+            for chunk in range(first + 1, first + count):
+                sums = _plus(sums, self._chunk(unit, slot, chunk))
+            return sums
+        registers = self._registers(self._chunk(unit, slot, first))
+        with serial(first + 1, first + count + self.zero) as chunk:
+            _set(registers, _plus(_get(registers), self._chunk(unit, slot, chunk)))
+        return _get(registers)
+
+    def _chunk(self, unit: Expr, slot: Expr, chunk: Expr) -> Sums:
+        steps = self.of.chunk
+        first = chunk * steps
+        sums = self._start(unit, chunk)
+        done = steps if steps <= 2 else int(not sums)
+        for step in range(done):
+            sums = self._plus_step(sums, unit, slot, first + step)
+        if done < steps:
+            registers = self._registers(sums)
+            with serial(done, steps + self.zero) as step:
+                _set(registers, self._plus_step(_get(registers), unit, slot, first + step))
+            sums = _get(registers)
+        scales: list[Expr | None] = [None] * self.of.width
+        if self.of.layout.subs:
+            scales = [bind(self.vectors.load(slot, g, "scale0", chunk)) for g in range(self.of.width)]
+        return [[bind(self.of.dot.widened(*each)) for each in zip(row, scales, strict=True)] for row in sums]
+
+    def _start(self, unit: Expr, chunk: Expr) -> Sums:
+        """What the sums of a chunk start with; empty where the first products are the start."""
+        dot, chunks = self.of.dot, self.of.chunks
+        if not self.of.zero:
+            zero = const(0, "int32", dot.lanes)
+            return [] if dot.kind == "maddubs" else [[zero] * self.of.width for _ in self.words]
+        rows = []
+        for r, row in enumerate(self.words):
+            if self.starts is None:
+                start = self.of.x.times_sum(row, unit, -self.of.zero, chunk if chunks > 1 else None)
+            else:
+                units = self.of.layout.columns // UNIT
+                pair = self.starts.load(((self.row + r) * units + unit) * chunks + chunk)
+                start = bits(broadcast(pair, dot.lanes), f"int16x{2 * dot.lanes}")
+            rows.append([bind(start)] * self.of.width)
+        return rows
+
+    def _plus_step(self, sums: Sums, unit: Expr, slot: Expr, step: Expr) -> Sums:
+        dot, groups = self.of.dot, range(self.of.width)
+        codes = [bind(self.vectors.load(slot, g, "code0", step)) for g in groups]
+        signs = [bind(self.vectors.load(slot, g, "sign0", step)) for g in groups] if self.of.split else None
+        out: Sums = []
+        for r, row in enumerate(self.words):
+            x = bind(self.of.x.step(row, unit, step))
+            values = [dot.signed_by(x, sign) for sign in signs] if signs else [x] * len(groups)
+            before = sums[r] if sums else [None] * len(groups)
+            out.append([bind(dot.plus_products(*each)) for each in zip(before, codes, values, strict=True)])
+        return out
+
+    def _registers(self, values: Sums) -> list[list[Register]]:
+        return [[Register(*_type(value), value) for value in of_row] for of_row in values]
+
+
+def _type(value: Expr) -> tuple[str, int]:
+    dtype, lanes = str(value.ty.dtype).split("x")
+    return dtype, int(lanes)
+
+
+def _get(registers: list[list[Register]]) -> Sums:
+    return [[bind(register.get()) for register in of_row] for of_row in registers]
+
+
+def _set(registers: list[list[Register]], values: Sums) -> None:
+    for of_row, row in zip(registers, values, strict=True):
+        for register, value in zip(of_row, row, strict=True):
+            register.set(value)
+
+
+def _plus(a: Sums, b: Sums) -> Sums:
+    return [[bind(v + w) for v, w in zip(p, q, strict=True)] for p, q in zip(a, b, strict=True)]
