@@ -19,10 +19,11 @@ from typing import IO
 
 from zllmc.codegen.kernel_cache import KernelCache
 from zllmc.targets.cpu import CpuTarget
+from zllmc.targets.gpu import GpuTarget
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.kernel_graph import KernelCall
 
-Job = tuple[KernelCall, CpuTarget]
+Job = tuple[KernelCall, CpuTarget | GpuTarget]
 
 _JOBS_PER_WORKER = 4  # at least, or it is not worth its start
 
@@ -62,7 +63,7 @@ def _build(jobs: Sequence[Job], processes: int) -> Generator[tuple[Job, bytes]]:
         if workers:
             yield from _build_with(workers, jobs)
             return
-    from zllmc.codegen.cpu import build_kernel
+    from zllmc.codegen.build_kernel import build_kernel
 
     for call, target in jobs:
         yield (call, target), build_kernel(call, target)

@@ -6,14 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from zllmc.codegen import attention, attention_decode, elementwise, embedding, norm, quantize, rope_kv
+from zllmc.codegen.cuda_toolchain import compile_cuda
 from zllmc.codegen.linear_gpu import linear
+from zllmc.codegen.metal_check import check_metal
 from zllmc.codegen.packing import UNIT
+from zllmc.codegen.rocm_toolchain import compile_hip
 from zllmc.codegen.simt import DIALECTS, Source, print_source
 from zllmc.codegen.simt_words import LANES
 from zllmc.targets.gpu import GpuTarget
 from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.gpu_kernel import GpuKernel
 from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, Operand, symbol
 
 MAX_UNITS = 8  # vector units of a block
@@ -46,6 +52,26 @@ FAMILIES: dict[str, tuple[Callable[[KernelCall, VectorTarget, str], Any], Vector
     )
     for op in ops
 }
+
+
+def build_kernel(call: KernelCall, target: GpuTarget) -> bytes:
+    """The kernel of a call: a `GpuKernel` in MessagePack.
+
+    Raises ZllmcError for what has no kernel, and where the compiler of the target isn't installed.
+    """
+    source = kernel_source(call, target)
+    try:
+        match target.kind:
+            case "cuda":
+                code = compile_cuda(source.text, target).code
+            case "rocm":
+                code = compile_hip(source.text, target).code
+            case _:
+                check_metal(source.text, target)
+                code = b""
+    except ValueError as error:
+        raise ZllmcError(f"{call.op} for {target}: {error}") from error
+    return msgspec.msgpack.encode(GpuKernel(source.text, code, source.blocks, source.threads))
 
 
 def kernel_source(call: KernelCall, target: GpuTarget) -> Source:

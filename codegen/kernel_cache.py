@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from zllmc.targets.cpu import CpuTarget
+from zllmc.targets.gpu import GpuTarget
 from zllmc.zllm_ir.kernel_graph import KernelCall
 
 EXECUTOR = KernelCall("executor", (), (), ())  # stands for the executor, which is not called by kernel graphs
@@ -31,7 +32,7 @@ class KernelCache:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
-    def get(self, call: KernelCall, target: CpuTarget) -> bytes | None:
+    def get(self, call: KernelCall, target: CpuTarget | GpuTarget) -> bytes | None:
         """The object of an equal call that was stored before."""
         if self._folder is None:
             return None
@@ -43,7 +44,7 @@ class KernelCache:
         # A file system that lost power may have the name, but not all of the bytes.
         return code if hashlib.sha256(code).digest() == digest else None
 
-    def put(self, call: KernelCall, target: CpuTarget, code: bytes) -> None:
+    def put(self, call: KernelCall, target: CpuTarget | GpuTarget, code: bytes) -> None:
         """Store an object. It appears whole or not at all, also if the process is killed."""
         if self._folder is None:
             return
@@ -67,7 +68,7 @@ class KernelCache:
                         left.unlink()
 
 
-def _name(call: KernelCall, target: CpuTarget) -> str:
+def _name(call: KernelCall, target: CpuTarget | GpuTarget) -> str:
     # A set's text is in another order in every process.
     facts = [sorted(fact) if isinstance(fact, frozenset) else fact for fact in astuple(target)]
     key = f"{call!r}\n{facts!r}\n{compiler_fingerprint()}"
@@ -80,6 +81,6 @@ def compiler_fingerprint() -> str:
     digest = hashlib.sha256(version("apache-tvm").encode())
     here = Path(__file__).parent
     for folder in (here, here.parent / "zllm_ir", here.parent / "targets"):
-        for path in sorted(folder.glob("*.py")):
+        for path in sorted([*folder.glob("*.py"), *folder.glob("preludes/*.h")]):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()

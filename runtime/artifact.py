@@ -2,7 +2,8 @@
 
 manifest.json       facts of the model, the source and the target
 plan.json           the execution plan (`zllm_ir.plan`)
-kernels/*.o         relocatable objects, one per kernel, and the executor
+kernels/*.o         relocatable objects, one per kernel, and the executor; on a GPU
+                    sources with their prelude.h, and what the driver loads: cubins or code objects
 weights.bin         weights packed for the target
 tokenizer.json      for the `tokenizers` library
 tokenizer_facts.json
@@ -17,15 +18,16 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.host import host_architecture, host_flags
+from zllmc.zllm_ir.matrix_unit import MatrixInstruction
 from zllmc.zllm_ir.plan import CONTROL_WORDS, Plan, Pointer
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _UNCHECKED = ("manifest.json", "weights.bin", "chat_template.jinja")
 
 
@@ -41,6 +43,19 @@ class Source(msgspec.Struct, frozen=True):
     sha256: str
 
 
+class Gpu(msgspec.Struct, frozen=True):
+    """What a driver must know of a GPU target: the `dialect` of the sources (cuda, hip, metal), lanes of a
+    `subgroup`, and the layouts of its matrix instructions, which the emulated device computes by."""
+
+    dialect: Literal["cuda", "hip", "metal"]
+    subgroup: int
+    matrix: tuple[MatrixInstruction, ...]
+
+
+# The suffixes of a kernel's source and of what the driver loads.
+GPU_SUFFIXES = {"cuda": ("cu", "cubin"), "hip": ("hip", "hsaco"), "metal": ("metal", "metal")}
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """Facts of an artifact. Sizes are bytes."""
 
@@ -53,8 +68,9 @@ class Manifest(msgspec.Struct, frozen=True):
     formats: dict[str, int]  # packed bytes by block format
     source: Source
     target: str
-    triple: str
+    triple: str  # of the CPU; empty for a GPU
     requires: tuple[str, ...]  # CPU flags
+    gpu: Gpu | None
     layers: int
     vocab: int
     context: int
@@ -82,7 +98,20 @@ class Artifact:
 
     @property
     def objects(self) -> list[Path]:
+        """What runs on a CPU."""
         return [self.path / name for name in self.manifest.files if name.startswith("kernels/")]
+
+    def gpu_kernels(self, suffix: str) -> dict[str, bytes]:
+        """The files of a GPU's kernels that end in `suffix`, by the kernel's name."""
+        names = (name for name in self.manifest.files if name.startswith("kernels/"))
+        return {
+            Path(name).stem: (self.path / name).read_bytes() for name in names if name.endswith(f".{suffix}")
+        }
+
+    @property
+    def prelude(self) -> str:
+        """What the sources of a GPU's kernels include."""
+        return (self.path / "kernels" / "prelude.h").read_text(encoding="utf-8")
 
 
 def digests(path: Path) -> dict[str, str]:
@@ -131,6 +160,8 @@ def _digest(data: bytes) -> str:
 
 
 def _check_machine(path: Path, manifest: Manifest) -> None:
+    if manifest.gpu:
+        return  # the driver looks at its device
     architecture = host_architecture()
     if not manifest.triple.startswith(architecture):
         raise ArtifactError(
@@ -172,12 +203,15 @@ def _check_plan(plan: Plan, manifest: Manifest) -> None:
     for entry in plan.entries:
         if not 1 <= entry.max_rows <= entry.max_tokens:
             raise ValueError(f"{entry.name} takes {entry.max_tokens} tokens and {entry.max_rows} rows")
+        suffixes = GPU_SUFFIXES[manifest.gpu.dialect] if manifest.gpu else ("o",)
         slots = range(plan.max_batch) if entry.name == "batch" else ()
         for launch in entry.launches:
             if launch.slot is not None and launch.slot not in slots:
                 raise ValueError(f"{entry.name} has a launch for slot {launch.slot}")
-            if f"kernels/{launch.kernel}.o" not in manifest.files:
+            if any(f"kernels/{launch.kernel}.{suffix}" not in manifest.files for suffix in suffixes):
                 raise ValueError(f"{entry.name} calls {launch.kernel}, which is not there")
+            if manifest.gpu and min(*launch.grid, launch.threads) < 1:
+                raise ValueError(f"{entry.name} has a launch of {launch.kernel} without threads")
             for argument in launch.args:
                 if isinstance(argument, Pointer) and not (
                     0 <= argument.buffer < len(plan.buffers)

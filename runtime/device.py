@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from zllmc.zllm_ir.plan import EntryPoint
+
+_PIECE = 64 << 20  # bytes of a file that are read at a time
 
 
 class KernelError(Exception):
@@ -58,6 +62,9 @@ class Device(Protocol):
     def allocate(self, size: int) -> DeviceBuffer:
         """Memory with any content, aligned to 16 bytes at least. Raises ZllmcError if there is none left."""
 
+    def load(self, path: Path) -> DeviceBuffer:
+        """The bytes of a file."""
+
     def write(self, buffer: DeviceBuffer, data: NDArray[Any], offset: int = 0) -> None:
         """Copies an array's bytes into the buffer from byte `offset` on. ValueError if they do not fit."""
 
@@ -82,3 +89,14 @@ class Device(Protocol):
         """Returns when all work is done. Raises KernelError when some of it failed."""
 
     def close(self) -> None: ...
+
+
+def load_file(device: Device, path: Path) -> DeviceBuffer:
+    """The bytes of a file in a buffer of the device, read piece by piece."""
+    buffer = device.allocate(max(path.stat().st_size, 1))
+    with path.open("rb") as file:
+        offset = 0
+        while piece := file.read(_PIECE):
+            device.write(buffer, np.frombuffer(piece, np.uint8), offset)
+            offset += len(piece)
+    return buffer

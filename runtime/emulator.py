@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from zllmc.runtime.device import DeviceBuffer, KernelError
+from zllmc.runtime.device import DeviceBuffer, KernelError, load_file
 from zllmc.runtime.host_compiler import CompileError, compile_library
 from zllmc.runtime.processors import physical_cores
 from zllmc.zllm_ir.errors import ZllmcError
@@ -141,6 +141,9 @@ class EmulatedDevice:
         if not address:
             raise ZllmcError(f"there is no memory for a buffer of {size:,} bytes")
         return DeviceBuffer(address, size, self._executor.simt_free)
+
+    def load(self, path: Path) -> DeviceBuffer:
+        return load_file(self, path)
 
     def write(self, buffer: DeviceBuffer, data: NDArray[Any], offset: int = 0) -> None:
         data = np.ascontiguousarray(data)

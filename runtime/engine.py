@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zllmc.runtime.artifact import Manifest, open_artifact
 from zllmc.runtime.chat_template import ChatTemplate
-from zllmc.runtime.cpu import CpuDevice, Recording
-from zllmc.runtime.memory import Memory, allocate, map_file
+from zllmc.runtime.devices import open_device
 from zllmc.runtime.text import Tokenizer
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.plan import (
@@ -35,7 +34,7 @@ class ContextFull(ZllmcError):
 class Session:
     """One sequence: its tokens and their keys and values. Made by `Engine.session`."""
 
-    def __init__(self, engine: Engine, states: dict[int, Memory]) -> None:
+    def __init__(self, engine: Engine, states: dict[int, Any]) -> None:
         self._engine = engine
         self.states = states  # plan buffer number → KV memory
         self.tokens: list[int] = []  # those whose state is cached
@@ -88,11 +87,13 @@ class Engine:
     One pass runs at a time; sessions take turns, or share a pass of `decode_batch`.
     """
 
-    def __init__(self, path: Path | str, *, threads: int | None = None) -> None:
+    def __init__(
+        self, path: Path | str, *, threads: int | None = None, device: Literal["emulate"] | None = None
+    ) -> None:
         artifact = open_artifact(Path(path))
         self.manifest: Manifest = artifact.manifest
         self.context = artifact.manifest.context
-        self.device = CpuDevice(artifact.objects, threads)
+        self.device = open_device(artifact, threads, device)
         self._tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
         if artifact.tokenizer is not None:
@@ -109,23 +110,20 @@ class Engine:
         self._state_numbers = [i for i, b in enumerate(plan.buffers) if b.kind == "state"]
         states = self._new_states()
 
-        def memory_of(number: int, buffer: Buffer) -> Memory:
+        def memory_of(number: int, buffer: Buffer) -> Any:
             if buffer.kind == "state":
                 return states[number]
             if buffer.kind == "weights":
-                # Huge pages read a third faster than the file's own 4 KiB pages.
-                return map_file(artifact.weights, copy=True)
-            return allocate(max(buffer.bytes, 1))
+                return self.device.load(artifact.weights)
+            return self.device.allocate(max(buffer.bytes, 1))
 
-        buffers = [memory_of(number, buffer) for number, buffer in enumerate(plan.buffers)]
-        self._control = self._view(buffers, "control", np.int32).reshape(-1, CONTROL_WORDS)
-        self._tokens = self._view(buffers, "tokens", np.int32)
-        self._positions = self._view(buffers, "positions", np.int32)
-        logits = self._view(buffers, "logits", np.float32)
+        self._buffers = [memory_of(number, buffer) for number, buffer in enumerate(plan.buffers)]
+        size = plan.buffers[self._numbers["control"]].bytes
+        self._control: NDArray[np.int32] = np.zeros((size // 4 // CONTROL_WORDS, CONTROL_WORDS), np.int32)
         rows = max(entry.max_rows for entry in plan.entries)
-        self._logits = logits[: len(logits) // rows * rows].reshape(rows, -1)[:, : self.manifest.vocab]
-        self.recordings: dict[str, Recording] = {
-            name: self.device.record(entry, buffers) for name, entry in self._entries.items()
+        self._logits_stride = plan.buffers[self._numbers["logits"]].bytes // 4 // rows
+        self.recordings: dict[str, Any] = {
+            name: self.device.record(entry, self._buffers) for name, entry in self._entries.items()
         }
         self._bound = Session(self, states)  # whose state the recordings point to, but for that of batches
         self._spare: Session | None = self._bound
@@ -135,9 +133,15 @@ class Engine:
         self._bind_slots(())
 
     @classmethod
-    def open(cls, path: Path | str, *, threads: int | None = None) -> Engine:
-        """Load the artifact at `path` for `threads` threads (default: one per physical core)."""
-        return cls(path, threads=threads)
+    def open(
+        cls, path: Path | str, *, threads: int | None = None, device: Literal["emulate"] | None = None
+    ) -> Engine:
+        """Load the artifact at `path` on the device that it was compiled for.
+
+        `threads` are those of the CPU (default: one per physical core). With device="emulate", the CPU runs a
+        GPU's kernels, which shows whether they are right and not how fast.
+        """
+        return cls(path, threads=threads, device=device)
 
     def __enter__(self) -> Engine:
         return self
@@ -180,7 +184,7 @@ class Engine:
         for start in range(0, len(ids), step):
             part = ids[start : start + step]
             self._run(session, self._entries["prefill"], part, first_row=0)
-            parts.append(self._logits[: len(part)].copy())
+            parts.append(self._logits(len(part)).copy())
         return np.concatenate(parts) if parts else np.zeros((0, self.manifest.vocab), np.float32)
 
     def advance(self, session: Session, ids: Sequence[int]) -> Logits:
@@ -191,7 +195,7 @@ class Engine:
             part = ids[start : start + prefill.max_tokens]
             entry = self._entries["decode"] if len(part) == 1 else prefill
             self._run(session, entry, part, first_row=len(part) - 1)
-        logits: Logits = self._logits[0]
+        logits: Logits = self._logits(1)[0]
         return logits
 
     def look_ahead(self, session: Session, ids: Sequence[int]) -> Logits:
@@ -201,7 +205,7 @@ class Engine:
             raise ValueError(f"{len(ids)} tokens to verify; one pass takes 1 to {prefill.max_rows}")
         self._check(session, ids)
         self._run(session, prefill, ids, first_row=0)
-        return self._logits[: len(ids)]
+        return self._logits(len(ids))
 
     def decode_batch(self, sessions: Sequence[Session], ids: Sequence[int]) -> Logits:
         """Append ids[i] to sessions[i], for all in one pass; their logits (len(ids), vocab), valid until the
@@ -224,21 +228,19 @@ class Engine:
         if count == 1:
             self._bind_slots(())
             self._run(sessions[0], self._entries["decode"], ids, first_row=0)
-            return self._logits[:1]
+            return self._logits(1)
 
         self._bind_slots(sessions)
         cached = [len(session.tokens) for session in sessions]
-        self._tokens[:count] = ids
-        self._positions[:count] = cached
         self._set_control(0, count, 0, 0)
         for slot, length in enumerate(cached):
             self._set_control(1 + slot, 1, length, 0)
         self.recordings["batch"].limit(count)
-        self.recordings["batch"].replay()
+        self._replay("batch", ids, cached)
         for session, token in zip(sessions, ids, strict=True):
             session.tokens.append(int(token))
             session.ahead.clear()
-        return self._logits[:count]
+        return self._logits(count)
 
     def _check(self, session: Session, ids: Sequence[int]) -> None:
         """Refuse ids that cannot all be appended, before a pass appends the first of them."""
@@ -259,10 +261,8 @@ class Engine:
                 for number, memory in session.states.items():
                     recording.rebind(number, memory)
             self._bound = session
-        self._tokens[:count] = ids
-        self._positions[:count] = np.arange(cached, cached + count)
         self._set_control(0, count, cached, first_row)
-        self.recordings[entry.name].replay()
+        self._replay(entry.name, ids, range(cached, cached + count))
         session.tokens.extend(int(i) for i in ids)
         session.ahead.clear()
 
@@ -280,10 +280,16 @@ class Engine:
         words = CONTROL_TOKENS, CONTROL_CACHED, CONTROL_FIRST_ROW
         self._control[block, words] = tokens, cached, first_row
 
-    def _new_states(self) -> dict[int, Memory]:
-        return {i: allocate(self._plan.buffers[i].bytes) for i in self._state_numbers}
+    def _replay(self, entry: str, ids: Sequence[int], positions: Sequence[int]) -> None:
+        for name, words in (("tokens", ids), ("positions", positions), ("control", self._control)):
+            self.device.write(self._buffers[self._numbers[name]], np.asarray(words, np.int32))
+        self.recordings[entry].replay(len(ids))
 
-    def _view(self, buffers: list[Memory], name: str, dtype: Any) -> NDArray[Any]:
-        number = self._numbers[name]
-        size = self._plan.buffers[number].bytes
-        return buffers[number].view(dtype, (size // np.dtype(dtype).itemsize,))
+    def _logits(self, rows: int) -> Logits:
+        """The first rows of logits (rows, vocab) of the last pass."""
+        buffer = self._buffers[self._numbers["logits"]]
+        padded: Logits = self.device.read(buffer, np.float32, (rows, self._logits_stride))
+        return padded[:, : self.manifest.vocab]
+
+    def _new_states(self) -> dict[int, Any]:
+        return {i: self.device.allocate(self._plan.buffers[i].bytes) for i in self._state_numbers}

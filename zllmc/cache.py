@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from zllmc import targets
 from zllmc.runtime import artifact as artifact_format
 from zllmc.runtime.artifact import ArtifactError
-from zllmc.targets import cpu
 from zllmc.zllm_ir.errors import ZllmcError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def load(
     model: Path | str,
     *,
     threads: int | None = None,
+    device: Literal["emulate"] | None = None,
     target: str = "cpu",
     context: int | None = None,
     kv: str = "f16",
@@ -48,15 +49,16 @@ def load(
 ) -> Engine:
     """Open an artifact, or compile a model (as `zllmc.compile` takes it) into the cache and open that.
 
-    `threads`: default one for each physical core. The other options are those of the compilation. Raises
-    ZllmcError if the model can't be compiled or doesn't fit this machine.
+    `threads`: default one for each physical core. device="emulate" runs a GPU's kernels on the CPU. The other
+    options are those of the compilation. Raises ZllmcError if the model can't be compiled or doesn't fit this
+    machine.
     """
     from zllmc.runtime.engine import Engine
 
     model = Path(model)
     artifact = artifact_of(model, target=target, context=context, kv=kv, progress=progress)
     try:
-        return Engine.open(artifact, threads=threads)
+        return Engine.open(artifact, threads=threads, device=device)
     except ArtifactError:
         if artifact == model:
             raise
@@ -64,7 +66,7 @@ def load(
         artifact = cached_artifact(
             model, target=target, context=context, kv=kv, progress=progress, replace=True
         )
-        return Engine.open(artifact, threads=threads)
+        return Engine.open(artifact, threads=threads, device=device)
 
 
 def artifact_of(
@@ -110,7 +112,7 @@ def cached_artifact(
 
     Of several processes that want the same artifact at once, one compiles and the others wait for it.
     """
-    flags = f"{cpu.parse(target)} context={context} kv={kv}"
+    flags = f"{targets.parse(target)} context={context} kv={kv}"
     digest = hashlib.sha256(f"{_model_key(model)} {_compiler_key()} {flags}".encode()).hexdigest()[:16]
     folder = cache_folder() / "models"
     artifact = folder / f"{model.resolve().stem}-{digest}.zllm"

@@ -6,12 +6,21 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import click
 
+from zllmc.options import (
+    compile_options,
+    device_option,
+    integers,
+    json_option,
+    model_argument,
+    speculate_option,
+    threads_option,
+)
 from zllmc.zllm_ir.errors import ZllmcError
 
 EPILOGUE = """\b
@@ -59,40 +68,6 @@ def _fail(message: str, code: int) -> int:
 @click.version_option(package_name="zllmc")
 def cli() -> None:
     """Compile language models ahead of time, and run them."""
-
-
-model_argument = click.argument("model", type=click.Path(path_type=Path))
-threads_option = click.option(
-    "--threads", type=click.IntRange(1), help="Threads to compute with.  [default: one per physical core]"
-)
-speculate_option = click.option(
-    "--speculate",
-    type=click.Choice(["ngram"]),
-    help="Guess repetitions of earlier text and check several tokens at once.  [default: off]",
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-
-
-def compile_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that decide what a model is compiled to."""
-    for option in (
-        click.option(
-            "--kv", type=click.Choice(["f16", "q8"]), help="How to keep keys and values.  [default: f16]"
-        ),
-        click.option(
-            "--context",
-            type=click.IntRange(1),
-            metavar="N",
-            help="Tokens that a sequence may reach.  [default: 8192, or the model's if smaller]",
-        ),
-        click.option(
-            "--target",
-            metavar="TARGET",
-            help="What to compile for; see `zllmc targets`.  [default: this machine]",
-        ),
-    ):
-        command = option(command)
-    return command
 
 
 @cli.command(
@@ -185,6 +160,7 @@ Examples:
 @speculate_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but answers.")
 @threads_option
+@device_option
 @compile_options
 def run(
     model: Path,
@@ -197,6 +173,7 @@ def run(
     speculate: Literal["ngram"] | None,
     quiet: bool,
     threads: int | None,
+    device: Literal["emulate"] | None,
     target: str | None,
     context: int | None,
     kv: str | None,
@@ -219,6 +196,7 @@ def run(
         engine = load(
             model,
             threads=threads,
+            device=device,
             target=target or "cpu",
             context=context,
             kv=kv or "f16",
@@ -329,19 +307,13 @@ def verify(
     sys.exit(0 if passed else 1)
 
 
-def _integers(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[int, ...]:
-    try:
-        return tuple(map(int, value.split(","))) if value is not None else ()
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is no list of numbers like 1,2,4") from None
-
-
 @cli.command(
     epilog="""\b
 Examples:
   zllmc bench model.zllm
   zllmc bench model.zllm --threads 1 --prompt 512 --tokens 128 --depth 4096 --json
   zllmc bench model.zllm --batch 1,2,4,8
+  zllmc bench model.gguf --model-only --target cuda:sm_90
 """
 )
 @model_argument
@@ -357,11 +329,13 @@ Examples:
     "--batch",
     "batches",
     metavar="N,N,…",
-    callback=_integers,
+    callback=integers,
     help="Decode also in batches of so many sequences, for example 1,2,4,8.",
 )
 @speculate_option
 @click.option("--profile", is_flag=True, help="Show the time of every kernel.")
+@click.option("--model-only", is_flag=True, help="Reckon on the peaks of the GPU --target; run nothing.")
+@click.option("--target", metavar="TARGET", help="The GPU of --model-only.")
 @json_option
 @threads_option
 def bench(
@@ -373,10 +347,19 @@ def bench(
     batches: Sequence[int],
     speculate: Literal["ngram"] | None,
     profile: bool,
+    model_only: bool,
+    target: str | None,
     as_json: bool,
     threads: int | None,
 ) -> None:
     """Measure how fast MODEL runs: load, prefill, decode, time to the first token, memory."""
+    if model_only != (target is not None):
+        raise click.UsageError("--model-only takes a --target like cuda:sm_90, and no other bench does")
+    if target is not None:
+        from zllmc.roofline import run_model_only
+
+        run_model_only(model, target, prompt=prompt, depth=depth, as_json=as_json)
+        return
     from zllmc.bench import run_bench
     from zllmc.cache import artifact_of
     from zllmc.terminal import progress_bars

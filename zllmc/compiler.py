@@ -9,7 +9,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -19,7 +19,9 @@ from threading import Event
 
 import msgspec
 
-from zllmc.codegen.build import build_kernels
+from zllmc import targets
+from zllmc.codegen.build import Job, build_kernels
+from zllmc.codegen.gpu_toolchain import prelude
 from zllmc.codegen.kernel_cache import EXECUTOR, KernelCache
 from zllmc.frontends.chat_template import chat_templates_from_gguf, chat_templates_from_hf
 from zllmc.frontends.model import Model, load_model
@@ -31,13 +33,16 @@ from zllmc.frontends.tokenizer import (
 )
 from zllmc.passes.pipeline import MAX_BATCH, lower_entries
 from zllmc.passes.plan import kernel_calls, make_plan, stored_weights
-from zllmc.runtime.artifact import FORMAT_VERSION, Manifest, Source, digests
+from zllmc.runtime.artifact import FORMAT_VERSION, GPU_SUFFIXES, Gpu, Manifest, Source, digests
 from zllmc.runtime.processors import physical_cores
-from zllmc.targets import cpu
+from zllmc.targets import Target
 from zllmc.targets.cpu import CpuTarget
+from zllmc.targets.gpu import GpuTarget
 from zllmc.weights import Progress, load_packers, pack_jobs, place_weights, write_weights
 from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.gpu_kernel import GpuKernel
 from zllmc.zllm_ir.kernel_graph import KEY_BLOCK
+from zllmc.zllm_ir.plan import Launch, Plan
 from zllmc.zllm_ir.types import KVType, TensorType
 
 DEFAULT_CONTEXT = 8192
@@ -64,7 +69,7 @@ def compile_model(
     """
     if max_batch < 1:
         raise ZllmcError(f"max_batch is {max_batch}; it must be 1 or more")
-    device = cpu.parse(target)
+    device = targets.parse(target)
     source = load_model(model, context=context or DEFAULT_CONTEXT, kv=kv)
     if context is None and source.facts.trained_context < DEFAULT_CONTEXT:
         context = source.facts.trained_context
@@ -81,9 +86,9 @@ def compile_model(
         offsets, weights_bytes = place_weights(source, stored, device)
         plan = make_plan(graphs, offsets)
 
-        kernels = {symbol: (call, device) for symbol, call in calls.items()} | {
-            "executor": (EXECUTOR, device)
-        }
+        kernels: dict[str, Job] = {symbol: (call, device) for symbol, call in calls.items()}
+        if isinstance(device, CpuTarget):
+            kernels["executor"] = (EXECUTOR, device)
         packing = pack_jobs(stored, device)
 
         with _atomic_folder(Path(output)) as folder:
@@ -91,9 +96,13 @@ def compile_model(
             objects = build_kernels(
                 jobs, KernelCache(kernel_cache), partial(progress, "kernels"), processes=physical_cores()
             )
+            built = {name: objects[job] for name, job in kernels.items()}
             (folder / "kernels").mkdir()
-            for name, job in kernels.items():
-                (folder / "kernels" / f"{name}.o").write_bytes(objects[job])
+            if isinstance(device, CpuTarget):
+                for name, code in built.items():
+                    (folder / "kernels" / f"{name}.o").write_bytes(code)
+            else:
+                plan = _write_gpu_kernels(folder / "kernels", built, plan, device)
             packers = load_packers(packing, objects)
             write_weights(
                 folder / "weights.bin", source, stored, offsets, weights_bytes, device, packers, progress
@@ -126,6 +135,24 @@ def _texts(model: Model) -> tuple[TokenizerBundle | None, str | None]:
         except ZllmcError as error:  # which knows the field, but not the file
             raise ZllmcError(f"{model.path}: {error}") from error
     return tokenizer_from_hf(model.path), chat_templates_from_hf(model.path).get("default")
+
+
+def _write_gpu_kernels(folder: Path, built: Mapping[str, bytes], plan: Plan, device: GpuTarget) -> Plan:
+    """Write sources and binaries; the plan with the shapes of the kernels' launches."""
+    suffix, loaded = GPU_SUFFIXES[device.dialect]
+    kernels = {name: msgspec.msgpack.decode(code, type=GpuKernel) for name, code in built.items()}
+    (folder / "prelude.h").write_text(prelude(device.dialect), encoding="utf-8")
+    for name, kernel in kernels.items():
+        (folder / f"{name}.{suffix}").write_text(kernel.text, encoding="utf-8")
+        if loaded != suffix:
+            (folder / f"{name}.{loaded}").write_bytes(kernel.code)
+
+    def shaped(launch: Launch) -> Launch:
+        kernel = kernels[launch.kernel]
+        return msgspec.structs.replace(launch, grid=(kernel.blocks, 1), threads=kernel.threads)
+
+    entries = [msgspec.structs.replace(e, launches=tuple(map(shaped, e.launches))) for e in plan.entries]
+    return msgspec.structs.replace(plan, entries=tuple(entries))
 
 
 # -- the folder ----------------------------------------------------------------------------------------------
@@ -200,7 +227,7 @@ def _locked(folder: Path, *, wait: bool = True) -> Iterator[None]:
 def _manifest(
     model: Model,
     source: Source,
-    device: CpuTarget,
+    device: Target,
     context: int,
     kv: str,
     weights_bytes: int,
@@ -222,8 +249,9 @@ def _manifest(
         formats=dict(sorted(formats.items())),
         source=source,
         target=str(device),
-        triple=device.triple,
-        requires=tuple(sorted(device.requires)),
+        triple=device.triple if isinstance(device, CpuTarget) else "",
+        requires=tuple(sorted(device.requires)) if isinstance(device, CpuTarget) else (),
+        gpu=None if isinstance(device, CpuTarget) else Gpu(device.dialect, device.subgroup, device.matrix),
         layers=len(states),
         vocab=model.facts.vocab,
         context=context,

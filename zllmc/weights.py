@@ -19,7 +19,8 @@ from zllmc.codegen.packing import ROW_PAD, PackedLayout, layout_of, pack_call, p
 from zllmc.frontends.model import Model
 from zllmc.runtime.cpu import load_objects, native_function
 from zllmc.runtime.processors import physical_cores
-from zllmc.targets.cpu import CpuTarget, detect
+from zllmc.targets import Target
+from zllmc.targets.cpu import detect
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.formats import FORMATS, Bytes, decode, row_bytes
 from zllmc.zllm_ir.kernel_graph import symbol
@@ -35,7 +36,7 @@ _PAGE = 4096
 
 
 def place_weights(
-    model: Model, stored: Mapping[str, TensorType], device: CpuTarget
+    model: Model, stored: Mapping[str, TensorType], device: Target
 ) -> tuple[dict[str, tuple[int, int]], int]:
     """Where each weight lies: (offset, bytes), in order; and the size of the file.
 
@@ -57,7 +58,7 @@ def place_weights(
     return offsets, end
 
 
-def pack_jobs(stored: Mapping[str, TensorType], device: CpuTarget) -> dict[str, Job]:
+def pack_jobs(stored: Mapping[str, TensorType], device: Target) -> dict[str, Job]:
     """The kernels that pack these weights, by format: for this machine, whatever `device` is. Empty where it
     is none of the targets."""
     try:
@@ -94,7 +95,7 @@ def write_weights(
     stored: Mapping[str, TensorType],
     offsets: Mapping[str, tuple[int, int]],
     size: int,
-    device: CpuTarget,
+    device: Target,
     packers: Mapping[str, Pack],
     progress: Progress,
 ) -> None:
@@ -148,7 +149,7 @@ def _unmap(raw: Bytes) -> None:
 
 
 def _pieces(
-    model: Model, name: str, type: TensorType, offset: int, device: CpuTarget, pack: Pack
+    model: Model, name: str, type: TensorType, offset: int, device: Target, pack: Pack
 ) -> Iterator[Piece]:
     raw = model.weights[name]
     if type.dtype == "f32":
@@ -173,5 +174,5 @@ def _shape(type: TensorType) -> tuple[int, ...]:
     return tuple(int(d) for d in type.shape)
 
 
-def _layout(type: TensorType, device: CpuTarget) -> PackedLayout:
+def _layout(type: TensorType, device: Target) -> PackedLayout:
     return layout_of(type.dtype, _shape(type), device.lanes)

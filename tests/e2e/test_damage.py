@@ -75,7 +75,7 @@ def test_a_missing_kernel_and_a_flipped_bit_in_one_are_named(artifact: Path) -> 
 @pytest.mark.parametrize(
     "field, value, message",
     [
-        ("format_version", 99, "has artifact format 99, this zllmc reads 2"),
+        ("format_version", 99, "has artifact format 99, this zllmc reads 3"),
         ("format_version", "1", "has artifact format 1,"),
         ("triple", "sparc64-unknown-linux-gnu", "compiled for sparc64-unknown-linux-gnu, this machine is"),
         ("requires", ["avx2", "time-travel"], "this machine's CPU lacks .*time-travel"),
