@@ -29,10 +29,15 @@ _JOBS_PER_WORKER = 4  # at least, or it is not worth its start
 
 
 def build_kernels(
-    jobs: Sequence[Job], cache: KernelCache, progress: Callable[[int, int], None], *, processes: int = 1
+    jobs: Sequence[Job],
+    cache: KernelCache,
+    progress: Callable[[int, int], None],
+    *,
+    processes: int = 1,
+    before_building: Callable[[], object] = lambda: None,
 ) -> dict[Job, bytes]:
     """The objects of these kernels, built by so many processes at most. `progress` is told how many there
-    are, of how many.
+    are, of how many; `before_building` is called if the cache lacks any.
 
     Raises the ZllmcError of a kernel that can't be built.
     """
@@ -48,6 +53,7 @@ def build_kernels(
         if (code := cache.get(*job)) is not None:
             add(job, code)
     if missing := [job for job in all_jobs if job not in objects]:
+        before_building()
         cache.sweep()
         with closing(_build(missing, processes)) as built:  # ends the workers before an exception goes on
             for job, code in built:

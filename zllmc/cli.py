@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import os
 import sys
@@ -34,6 +36,7 @@ INTERRUPTED = 130  # as shells have it
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits: 2 for errors that the user can do something about."""
+    atexit.register(gc.freeze)  # else the interpreter looks for garbage in all that goes away with it
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # text that the terminal's encoding can't say is no error
             stream.reconfigure(errors="replace")

@@ -75,9 +75,7 @@ def compile_model(
         context = source.facts.trained_context
         source = load_model(model, context=context, kv=kv)
     capacity = -(-(context or DEFAULT_CONTEXT) // KEY_BLOCK) * KEY_BLOCK
-    with _describing(source.path) as described:
-        tokenizer, template = _texts(source)
-
+    with _describing(source.path) as described, ThreadPoolExecutor(1) as other:
         graphs = lower_entries(
             source.graph, context=capacity, max_batch=max_batch, dump=dump_ir, check=verify
         )
@@ -92,9 +90,13 @@ def compile_model(
         packing = pack_jobs(stored, device)
 
         with _atomic_folder(Path(output)) as folder:
-            jobs = [*packing.values(), *kernels.values()]
+            texts = other.submit(_texts, source)  # while this thread waits for others that pack
             objects = build_kernels(
-                jobs, KernelCache(kernel_cache), partial(progress, "kernels"), processes=physical_cores()
+                [*packing.values(), *kernels.values()],
+                KernelCache(kernel_cache),
+                partial(progress, "kernels"),
+                processes=physical_cores(),
+                before_building=texts.result,  # a model without a usable tokenizer is refused at once
             )
             built = {name: objects[job] for name, job in kernels.items()}
             (folder / "kernels").mkdir()
@@ -108,6 +110,7 @@ def compile_model(
                 folder / "weights.bin", source, stored, offsets, weights_bytes, device, packers, progress
             )
             (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
+            tokenizer, template = texts.result()
             if tokenizer is not None:
                 (folder / "tokenizer.json").write_text(tokenizer.json, encoding="utf-8")
                 (folder / "tokenizer_facts.json").write_bytes(msgspec.json.encode(tokenizer.facts))

@@ -31,7 +31,7 @@ Pack = Callable[[PackedLayout, Bytes], Bytes]  # like `pack_rows`
 # Where in the file, the model's bytes, and what makes the file's bytes of them.
 Piece = tuple[int, Bytes, Callable[[Bytes], Bytes]]
 
-_PACK_ELEMENTS = 1 << 22  # packed at a time by a thread: bounds the memory that packing takes
+_PACK_ELEMENTS = 1 << 23  # packed at a time by a thread: bounds the memory that packing takes
 _PAGE = 4096
 
 

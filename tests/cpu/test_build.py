@@ -102,6 +102,16 @@ def test_what_a_killed_writer_left_is_removed_and_what_is_being_written_is_not(
     assert [path.name for path in tmp_path.iterdir()] == ["tmp-new"]
 
 
+def test_what_comes_before_building_comes_if_anything_is_built(tmp_path: pathlib.Path) -> None:
+    def refuse() -> None:
+        raise ZllmcError("not worth it")
+
+    KernelCache(tmp_path).put(*JOBS[0], b"object")
+    build_kernels(JOBS[:1], KernelCache(tmp_path), silent, before_building=refuse)
+    with pytest.raises(ZllmcError, match="not worth it"):
+        build_kernels(JOBS[:2], KernelCache(tmp_path), silent, before_building=refuse)
+
+
 def test_without_a_folder_nothing_is_kept() -> None:
     cache = KernelCache(None)
     cache.put(*JOBS[0], b"object")
