@@ -10,6 +10,8 @@ from zllmc.runtime.cpu import CpuDevice
 from zllmc.runtime.device import Device
 from zllmc.zllm_ir.errors import ZllmcError
 
+_SMALL = 16 << 20  # bytes of weights
+
 
 def open_device(artifact: Artifact, threads: int | None, device: Literal["emulate"] | None) -> Any:
     """The device of the artifact's target, with its kernels: a CpuDevice, or a `Device`.
@@ -28,7 +30,11 @@ def open_device(artifact: Artifact, threads: int | None, device: Literal["emulat
 
         texts = artifact.gpu_kernels(suffix)
         sources = {f"{name}.{suffix}": text.decode() for name, text in texts.items()}
-        return EmulatedDevice(sources, gpu.dialect, gpu.subgroup, threads=threads, matrix=gpu.matrix)
+        # Optimizing takes the compiler longer than a small model runs without.
+        optimize = artifact.manifest.weights_bytes > _SMALL
+        return EmulatedDevice(
+            sources, gpu.dialect, gpu.subgroup, threads=threads, matrix=gpu.matrix, optimize=optimize
+        )
     kernels = artifact.gpu_kernels(loaded)
     if gpu.dialect == "metal":
         include, prelude = b'#include "prelude.h"\n', artifact.prelude.encode()
