@@ -10,10 +10,12 @@ from zllmc.runtime.cpu import CpuDevice
 from zllmc.runtime.device import Device
 from zllmc.zllm_ir.errors import ZllmcError
 
+Emulate = Literal["emulate"]  # what a user can ask for instead of the device compiled for
+
 _SMALL = 16 << 20  # bytes of weights
 
 
-def open_device(artifact: Artifact, threads: int | None, device: Literal["emulate"] | None) -> Any:
+def open_device(artifact: Artifact, threads: int | None, device: Emulate | None) -> Any:
     """The device of the artifact's target, with its kernels: a CpuDevice, or a `Device`.
 
     `threads` are the CPU's. With "emulate", the CPU runs a GPU's kernels. Raises ZllmcError where the device

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zllmc.runtime.artifact import Manifest, open_artifact
 from zllmc.runtime.chat_template import ChatTemplate
-from zllmc.runtime.devices import open_device
+from zllmc.runtime.devices import Emulate, open_device
 from zllmc.runtime.text import Tokenizer
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.plan import (
@@ -88,7 +88,7 @@ class Engine:
     """
 
     def __init__(
-        self, path: Path | str, *, threads: int | None = None, device: Literal["emulate"] | None = None
+        self, path: Path | str, *, threads: int | None = None, device: Emulate | None = None
     ) -> None:
         artifact = open_artifact(Path(path))
         self.manifest: Manifest = artifact.manifest
@@ -133,9 +133,7 @@ class Engine:
         self._bind_slots(())
 
     @classmethod
-    def open(
-        cls, path: Path | str, *, threads: int | None = None, device: Literal["emulate"] | None = None
-    ) -> Engine:
+    def open(cls, path: Path | str, *, threads: int | None = None, device: Emulate | None = None) -> Engine:
         """Load the artifact at `path` on the device that it was compiled for.
 
         `threads` are those of the CPU (default: one per physical core). With device="emulate", the CPU runs a

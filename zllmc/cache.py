@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from zllmc import targets
 from zllmc.runtime import artifact as artifact_format
@@ -24,6 +24,7 @@ from zllmc.runtime.artifact import ArtifactError
 from zllmc.zllm_ir.errors import ZllmcError
 
 if TYPE_CHECKING:
+    from zllmc.runtime.devices import Emulate
     from zllmc.runtime.engine import Engine
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -41,7 +42,7 @@ def load(
     model: Path | str,
     *,
     threads: int | None = None,
-    device: Literal["emulate"] | None = None,
+    device: Emulate | None = None,
     target: str = "cpu",
     context: int | None = None,
     kv: str = "f16",

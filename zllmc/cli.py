@@ -271,6 +271,7 @@ Examples:
 )
 @json_option
 @threads_option
+@device_option
 @compile_options
 def verify(
     model: Path,
@@ -280,6 +281,7 @@ def verify(
     tolerance: float | None,
     as_json: bool,
     threads: int | None,
+    device: Literal["emulate"] | None,
     target: str | None,
     context: int | None,
     kv: str | None,
@@ -305,6 +307,7 @@ def verify(
         tokens=tokens,
         tolerance=tolerance,
         threads=threads,
+        device=device,
         as_json=as_json,
     )
     sys.exit(0 if passed else 1)

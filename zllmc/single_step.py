@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from zllmc.frontends.model import load_model
 from zllmc.passes.pipeline import lower_entries
 from zllmc.runtime.artifact import Artifact
-from zllmc.runtime.cpu import CpuDevice
-from zllmc.runtime.memory import Memory, allocate, map_file
+from zllmc.runtime.devices import Emulate, open_device
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.fused_ops import GROUP
 from zllmc.zllm_ir.interpreter import KVState, bind_weight
@@ -33,6 +32,7 @@ from zllmc.zllm_ir.plan import (
     CONTROL_CACHED,
     CONTROL_FIRST_ROW,
     CONTROL_TOKENS,
+    CONTROL_WORDS,
     EntryPoint,
     Launch,
     Pointer,
@@ -48,7 +48,9 @@ class Machine:
     Raises ZllmcError if `source`, compiled by this version, doesn't give the artifact's launches.
     """
 
-    def __init__(self, artifact: Artifact, source: Path, threads: int | None) -> None:
+    def __init__(
+        self, artifact: Artifact, source: Path, threads: int | None = None, device: Emulate | None = None
+    ) -> None:
         manifest = artifact.manifest
         model = load_model(source, context=manifest.context, kv=manifest.kv)
         self.graphs = lower_entries(model.graph, context=manifest.context, max_batch=artifact.plan.max_batch)
@@ -61,11 +63,13 @@ class Machine:
                 raise ZllmcError(
                     f"{artifact.path} wasn't compiled from {source} by this zllmc: compile the model again."
                 )
+        self.device = open_device(artifact, threads, device)
         self.buffers = [
-            map_file(artifact.weights) if buffer.kind == "weights" else allocate(max(buffer.bytes, 1))
+            self.device.load(artifact.weights)
+            if buffer.kind == "weights"
+            else self.device.allocate(max(buffer.bytes, 1))
             for buffer in artifact.plan.buffers
         ]
-        self.device = CpuDevice(artifact.objects, threads)
 
     def close(self) -> None:
         self.device.close()
@@ -77,16 +81,18 @@ class Machine:
         """
         entry, graph = self.entries[name], self.graphs[name]
         first_row = max(0, len(ids) - entry.max_rows)
-        self._words("tokens")[: len(ids)] = ids
-        self._words("positions")[: len(ids)] = np.arange(cached, cached + len(ids))
-        control = self._words("control")
+        control = np.zeros(CONTROL_WORDS, np.int32)
         control[[CONTROL_TOKENS, CONTROL_CACHED, CONTROL_FIRST_ROW]] = len(ids), cached, first_row
+        positions = range(cached, cached + len(ids))
+        for buffer, words in (("tokens", ids), ("positions", positions), ("control", control)):
+            self.device.write(self.buffers[self.names[buffer]], np.asarray(words, np.int32))
         for node, launch in zip(graph.nodes, entry.launches, strict=True):
             yield Step(self, entry, graph, node, launch, len(ids), len(ids) - first_row, cached)
 
-    def _words(self, name: str) -> Array:
-        memory = self.buffers[self.names[name]]
-        return memory.view(np.int32, (memory.size // 4,))
+    def read(self, place: Pointer, dtype: Any, shape: tuple[int, ...], offset: int = 0) -> Array:
+        """What memory holds `offset` bytes after `place`."""
+        array: Array = self.device.read(self.buffers[place.buffer], dtype, shape, place.offset + offset)
+        return array
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ class Step:
 
     def run(self) -> None:
         alone = EntryPoint(self.kernel, self.entry.max_tokens, self.entry.max_rows, (self.launch,))
-        self.machine.device.record(alone, self.machine.buffers).replay()
+        self.machine.device.record(alone, self.machine.buffers).replay(self.tokens)
 
     def reference(self) -> list[Array]:
         """What the results should be, given what memory holds now; call it before `run`."""
@@ -153,24 +159,20 @@ class Step:
         """Of the present operands and then the results; the first argument is the control block."""
         return [argument for argument in self.launch.args[1:] if isinstance(argument, Pointer)]
 
-    def _memory(self, place: Pointer) -> Memory:
-        return self.machine.buffers[place.buffer]
-
     def _tensor(self, operand: Operand, place: Pointer) -> Array:
         dtype, shape = operand.type.dtype, operand.type.shape
         if not shape:
-            return np.int32(self._memory(place).view(np.int32, (1,), place.offset)[0])  # type: ignore[return-value]
+            return np.int32(self.machine.read(place, np.int32, (1,))[0])  # type: ignore[return-value]
         rows = {T: self.tokens, R: self.rows}.get(shape[0]) or int(shape[0])
         inner = tuple(int(d) for d in shape[1:])
         width = prod(inner)
         if dtype == "a8":
-            raw = self._memory(place).view(np.uint8, (rows, activation_row_bytes(width)), place.offset)
+            raw = self.machine.read(place, np.uint8, (rows, activation_row_bytes(width)))
             codes = raw[:, :width].view(np.int8).astype(np.float32)
             scales = raw[:, width : width + 4 * (width // GROUP)].copy().view(np.float32)
             return codes * np.repeat(scales, GROUP, axis=1)
-        words = self._memory(place).view(
-            np.int32 if dtype == "i32" else np.float32, ((rows - 1) * operand.stride + width,), place.offset
-        )
+        number = np.int32 if dtype == "i32" else np.float32
+        words = self.machine.read(place, number, ((rows - 1) * operand.stride + width,))
         starts = np.arange(rows)[:, None] * operand.stride
         values: Array = words[starts + np.arange(width)].reshape(rows, *inner)
         return values
@@ -179,14 +181,13 @@ class Step:
         """The first `tokens` keys and values, (tokens, kv_heads, head_dim) each."""
         kind, layout, capacity = operand.type, operand.layout, operand.capacity
         heads, width = kind.kv_heads, kind.head_dim
-        memory = self._memory(place)
 
         def read(offset: int, dtype: str, columns: int, interleaved: bool) -> Array:
             if not interleaved:
-                array = memory.view(dtype, (heads, capacity, columns), place.offset + offset)
+                array = self.machine.read(place, dtype, (heads, capacity, columns), offset)
             else:
                 blocks = (heads, capacity // KEY_BLOCK, columns, KEY_BLOCK)
-                array = memory.view(dtype, blocks, place.offset + offset).swapaxes(2, 3)
+                array = self.machine.read(place, dtype, blocks, offset).swapaxes(2, 3)
                 array = array[:, : -(-tokens // KEY_BLOCK)].reshape(heads, -1, columns)
             return array[:, :tokens].swapaxes(0, 1).astype(np.float32)
 

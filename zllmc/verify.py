@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zllmc.runtime.artifact import Artifact, Manifest, open_artifact
+from zllmc.runtime.devices import Emulate
 from zllmc.runtime.engine import Engine
 from zllmc.single_step import Machine
 from zllmc.wording import table
@@ -55,6 +56,7 @@ def verify_artifact(
     tokens: int = 24,
     tolerance: float | None = None,
     threads: int | None = None,
+    device: Emulate | None = None,
     as_json: bool = False,
 ) -> bool:
     """Prints all comparisons; whether all are within tolerance.
@@ -66,11 +68,14 @@ def verify_artifact(
     kernels: list[Comparison] = []
     whole: list[Comparison] = []
     usual = logits_tolerance(opened.manifest)
+
+    def check(name: str, ids: list[int], expected: Array, allowed: float) -> None:
+        with Engine.open(artifact, threads=threads, device=device) as engine:
+            whole.append(compare_logits(name, engine.logits(ids), expected, allowed))
+
     if against is not None:
         ids, expected = read_reference(against, opened.manifest)
-        whole.append(
-            compare_logits(f"{against.name}", _logits(artifact, ids, threads), expected, tolerance or usual)
-        )
+        check(against.name, ids, expected, tolerance or usual)
     elif source is None:
         raise ZllmcError(
             f"{artifact}: name the model that it was compiled from ({opened.manifest.source.file}) with "
@@ -78,11 +83,11 @@ def verify_artifact(
         )
     if source is not None:
         ids = np.random.default_rng(0).integers(0, opened.manifest.vocab, tokens).tolist()
-        kernels = list(check_kernels(opened, source, ids, threads))
+        kernels = list(check_kernels(opened, source, ids, threads, device))
         expected = reference_logits(opened.manifest, source, ids)
         # Random tokens are harder than text: int8 activations alone move a deep model of 135M by 3e-3.
         allowed = tolerance or (5 * usual if usual == BLOCK_TOLERANCE else usual)
-        whole.append(compare_logits("interpreter", _logits(artifact, ids, threads), expected, allowed))
+        check("interpreter", ids, expected, allowed)
     passed = all(comparison.passed for comparison in kernels + whole)
     if as_json:
         parts = {"kernels": kernels, "logits": whole}
@@ -145,10 +150,10 @@ def compare(
 
 
 def check_kernels(
-    artifact: Artifact, source: Path, ids: list[int], threads: int | None
+    artifact: Artifact, source: Path, ids: list[int], threads: int | None, device: Emulate | None = None
 ) -> Iterator[Comparison]:
     """Each kernel once, at its first launch: of a prefill of all `ids` but the last, then of its decode."""
-    machine = Machine(artifact, source, threads)
+    machine = Machine(artifact, source, threads, device)
     seen: set[str] = set()
     try:
         for entry, part, cached in (("prefill", ids[:-1], 0), ("decode", ids[-1:], len(ids) - 1)):
@@ -164,11 +169,6 @@ def check_kernels(
                 yield max(parts, key=lambda c: c.nmse / c.tolerance if c.nmse == c.nmse else np.inf)
     finally:
         machine.close()
-
-
-def _logits(artifact: Path, ids: list[int], threads: int | None) -> Array:
-    with Engine.open(artifact, threads=threads) as engine:
-        return engine.logits(ids)
 
 
 def _plain(c: Comparison) -> dict[str, Any]:
