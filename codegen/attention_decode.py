@@ -28,7 +28,6 @@ from zllmc.codegen.tir import (
     Register,
     bind,
     broadcast,
-    choose,
     const,
     hold,
     lanes_of,
@@ -47,7 +46,8 @@ from zllmc.zllm_ir.plan import CONTROL_CACHED
 def attention_partial(call: KernelCall, target: VectorTarget, name: str) -> Any:
     """The kernel of `attention_partial`: q (1, H, E) and a KV state → f32 (H, splits · (E + 2)).
 
-    A unit of work is one part of one kv head's keys, for all query heads that share it.
+    A unit of work is one part of one kv head's keys, for all query heads that share it. Few keys leave parts
+    empty: threads share those that aren't.
     """
     q_operand, cache = call.operands
     if not isinstance(q_operand, Operand) or not isinstance(cache, KVOperand):
@@ -75,38 +75,38 @@ def attention_partial(call: KernelCall, target: VectorTarget, name: str) -> Any:
         per_split = tirx.truncdiv(total - start + (splits - 1), splits)
         part = hold(tirx.truncdiv(per_split + (SPLIT_KEYS - 1), SPLIT_KEYS) * SPLIT_KEYS)
         unit = Unit(shape)
-        first, last = share(k, kv_heads * splits)
+        parts = hold(tirx.truncdiv(total - start + (part - 1), part))  # those with keys
+
+        def give(head: Expr, split: Expr, output: Callable[[Expr], Expr], maximum: Expr, sum: Expr) -> None:
+            at = bind(head * call.results[0].stride)
+            with serial(0, head_dim // shape.lanes) as v:
+                out.store(at + split * head_dim + v * shape.lanes, output(v * shape.lanes))
+            out.store(at + splits * head_dim + split, maximum)
+            out.store(at + splits * (head_dim + 1) + split, sum)
+
+        first, last = share(k, kv_heads * parts)
         with serial(first, last) as number:
-            kv_head = hold(tirx.truncdiv(number, splits))
-            split = hold(number - kv_head * splits)
-            begin = hold(tirx.min(start + split * part, total))
+            kv_head = hold(tirx.truncdiv(number, parts))
+            split = hold(number - kv_head * parts)
+            begin = hold(start + split * part)
             end = hold(tirx.min(begin + part, total))
+            with serial(0, group) as i:
+                unit.start(i, q, (kv_head * group + i) * head_dim, low, total)
+            unit.attend(Head(cache, memory, kv_head, shape.lanes), begin, end, tiles)
+            with serial(0, group) as i:
 
-            def give(i: Expr, output: Callable[[Expr], Expr], maximum: Expr, sum: Expr) -> None:
-                at = bind((kv_head * group + i) * call.results[0].stride)
-                with serial(0, head_dim // shape.lanes) as v:
-                    out.store(at + split * head_dim + v * shape.lanes, output(v * shape.lanes))
-                out.store(at + splits * head_dim + split, maximum)
-                out.store(at + splits * (head_dim + 1) + split, sum)
+                def output(element: Expr, i: Expr = i) -> Expr:
+                    return unit.output.load(i * head_dim + element, shape.lanes)
 
-            def attend() -> None:
-                with serial(0, group) as i:
-                    unit.start(i, q, (kv_head * group + i) * head_dim, low, total)
-                unit.attend(Head(cache, memory, kv_head, shape.lanes), begin, end, tiles)
-                with serial(0, group) as i:
-                    give(
-                        i,
-                        lambda e: unit.output.load(i * head_dim + e, shape.lanes),
-                        unit.maximum.load(i),
-                        unit.total(i),
-                    )
+                give(kv_head * group + i, split, output, unit.maximum.load(i), unit.total(i))
 
-            def nothing() -> None:
-                with serial(0, group) as i:
-                    zero = const(0.0, "float32")
-                    give(i, lambda _: broadcast(zero, shape.lanes), const(-math.inf, "float32"), zero)
-
-            choose(begin < end, attend, nothing)
+        zero, nothing = const(0.0, "float32"), const(-math.inf, "float32")
+        empty = hold(tirx.max(splits - parts, 1))
+        first, last = share(k, heads * (splits - parts))
+        with serial(first, last) as number:
+            head = hold(tirx.truncdiv(number, empty))
+            split = hold(parts + number - head * empty)
+            give(head, split, lambda _: broadcast(zero, shape.lanes), nothing, zero)
     return k.function
 
 
