@@ -180,7 +180,7 @@ def _compiler_key() -> str:
     for name in _COMPILER:
         spec = find_spec(f"zllmc.{name}")
         for place in (spec.submodule_search_locations or []) if spec else []:
-            sources += sorted(Path(place).rglob("*.py"))
+            sources += sorted([*Path(place).rglob("*.py"), *Path(place).rglob("*.h")])
     for source in sources:
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()
