@@ -1,16 +1,15 @@
 """The driver of NVIDIA's and AMD's GPUs, over doubles of their libraries, and real ones if there are any."""
 
-import ctypes
 import gc
 import subprocess
 import sys
 import threading
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from driver_double import ARCHITECTURE, FUNCTIONS, Double, compile_double
 from simt_kernels import source
 from zllmc.codegen.cuda_toolchain import compile_cuda
 from zllmc.codegen.rocm_toolchain import compile_hip
@@ -18,7 +17,6 @@ from zllmc.runtime import driver_api, gpu, gpu_memory
 from zllmc.runtime.device import KernelError
 from zllmc.runtime.driver_api import CUDA, HIP
 from zllmc.runtime.gpu import GpuDevice
-from zllmc.runtime.host_compiler import compile_library
 from zllmc.targets import parse
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.plan import EntryPoint, Launch, Pointer
@@ -26,63 +24,12 @@ from zllmc.zllm_ir.plan import EntryPoint, Launch, Pointer
 THREADS = 128
 SLOT = 1 << 14  # bytes of staging memory
 VENDORS = {"cuda": CUDA, "rocm": HIP}
-ARCHITECTURE = {"cuda": "sm_90", "rocm": "gfx1100"}
-PARAMETERS = {"accumulate": 2, "add": 3, "copy": 3}
-FUNCTIONS = {name: {"cuda": cuda, "rocm": hip} for name, (cuda, hip, _) in driver_api._FUNCTIONS.items()}
-
-
-class Double:
-    """A driver's library that notes what it is asked, and the devices that a test opens with it."""
-
-    def __init__(self, vendor, path):
-        self.vendor, self.kind, self.path = vendor, vendor.kind, path
-        self.library = ctypes.CDLL(str(path))
-        self.devices = []
-        self.library.double_reset()
-        self.set()
-
-    def set(self, devices=1, architecture=None, capability=(9, 0), subgroup=32, memory=64 << 20):
-        name = (architecture or ARCHITECTURE[self.kind]).encode()
-        self.library.double_device(devices, name, *capability, subgroup, ctypes.c_size_t(memory))
-
-    def fail(self, name, calls_before=0, code=1):
-        symbol = FUNCTIONS[name][self.kind] if name in FUNCTIONS else name
-        self.library.double_fail(symbol.encode(), calls_before, code)
-
-    def calls(self, name):
-        return self.library.double_calls(FUNCTIONS[name][self.kind].encode())
-
-    def misuses(self):
-        return self._text("double_misuses")
-
-    def launches(self):
-        """The names of the kernels that ran since the last call, a line each."""
-        return self._text("double_launches")
-
-    def left(self):
-        """What is still allocated, a line for each sort."""
-        return self._text("double_left")
-
-    def _text(self, name):
-        function = getattr(self.library, name)
-        function.restype = ctypes.c_char_p
-        return function().decode()
-
-    def open(self, architecture=None, subgroup=32, **options):
-        compiled_for = architecture or ARCHITECTURE[self.kind]
-        kernels = {name: f"{compiled_for} {name} {count}".encode() for name, count in PARAMETERS.items()}
-        device = GpuDevice(self.vendor, kernels, compiled_for, subgroup, library=str(self.path), **options)
-        self.devices.append(device)
-        return device
 
 
 @pytest.fixture(scope="session")
-def libraries(tmp_path_factory):
+def libraries(emulator_cache):
     """Paths of the doubles, by kind."""
-    text = Path(__file__).with_name("driver_double.cpp").read_text()
-    cache = tmp_path_factory.mktemp("doubles")
-    flags = {"cuda": [], "rocm": ["-DHIP"]}
-    return {kind: compile_library([text], its, [], cache) for kind, its in flags.items()}
+    return {kind: compile_double(kind, emulator_cache) for kind in ("cuda", "rocm")}
 
 
 @pytest.fixture(params=[CUDA, HIP], ids=lambda vendor: vendor.kind)
@@ -185,7 +132,7 @@ def test_memory_is_lent_again_when_the_work_that_uses_it_is_done(double):
 def test_memory_goes_back_to_the_system_before_there_is_none(double):
     device = double.open()
     for size in 10 << 20, 20 << 20, 30 << 20, 50 << 20, 60 << 20:
-        device.allocate(size)
+        device.write(device.allocate(size), np.zeros(1))
     kept = device.allocate(15 << 20)
     text = (
         rf"no memory for a buffer of 60,000,000 bytes: of {64 << 20:,} bytes {49 << 20:,} are free.*--context"

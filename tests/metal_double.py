@@ -15,12 +15,12 @@ ADDRESSES = itertools.count(1 << 32, 1 << 20)
 
 
 def accumulate(arguments, grid, threads):
-    x, y = arguments
+    x, y = (it.view(np.float32) for it in arguments)
     y[:threads] = y[:threads] * 2 + x[:threads]
 
 
 def copy(arguments, grid, threads):
-    control, x, y = arguments
+    control, x, y = (it.view(np.float32) for it in arguments)
     count = min(64 * control.view(np.int32)[0], grid[1] * threads)
     y[:count] = x[:count]
 
@@ -71,11 +71,9 @@ class Arguments:
         self.pipeline = pipeline
 
     def run(self):
-        kernel = KERNELS[self.pipeline.kernel]
         count = self.pipeline.source.count("[[buffer(")
         given = [self.buffers[i] for i in range(count)]
-        arguments = [buffer.data[offset:].view(np.float32) for buffer, offset in given]
-        kernel(arguments, *self.sizes)
+        self.pipeline.run([buffer.data[offset:] for buffer, offset in given], *self.sizes)
 
 
 class IndirectCommand(Arguments):
@@ -179,7 +177,8 @@ class CommandBuffer:
 
 
 class Gpu:
-    def __init__(self, family=9, memory=1 << 20, indirect=True):
+    def __init__(self, family=9, memory=1 << 20, indirect=True, kernel=KERNELS.__getitem__):
+        self.kernel = kernel  # gives the function of a name
         self.family, self.memory, self.indirect = family, memory, indirect
         self.committed, self.buffers, self.executed = [], [], 0
         self.name = lambda: "Double"
@@ -213,6 +212,7 @@ class Gpu:
         pipeline = SimpleNamespace(
             kernel=kernel, source=source, indirect=descriptor.SupportIndirectCommandBuffers
         )
+        pipeline.run = self.kernel(kernel)
         pipeline.maxTotalThreadsPerThreadgroup = lambda: 512
         pipeline.threadExecutionWidth = lambda: 32
         return pipeline, None

@@ -1,0 +1,104 @@
+"""An engine on the drivers of GPUs: doubles of their libraries, whose kernels the emulated device runs."""
+
+import sys
+
+import numpy as np
+import pytest
+
+import metal_double
+from driver_double import Double, compile_double
+from tiny import tiny_model
+from zllmc.compiler import compile_model
+from zllmc.runtime.artifact import open_artifact
+from zllmc.runtime.devices import open_device
+from zllmc.runtime.driver_api import CUDA, HIP
+from zllmc.runtime.emulator import _FAILURE, _LAUNCH
+from zllmc.runtime.engine import Engine
+from zllmc.zllm_ir.plan import Launch, Pointer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("drivers")
+
+
+@pytest.fixture(scope="module")
+def path(folder):
+    """A tiny model for the target that needs no compiler; its kernels do what those of the others do."""
+    model = tiny_model(folder / "tiny.gguf")
+    return compile_model(
+        model, folder / "tiny.zllm", target="metal:apple9", context=128, kernel_cache=folder / "kernels"
+    )
+
+
+@pytest.fixture(scope="module")
+def emulated(path, folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZLLMC_CACHE", str(folder))
+        return open_device(open_artifact(path), 1, "emulate")
+
+
+def run_on(emulated, kernel, grid, threads, arguments):
+    """Runs one kernel with an array of addresses. The result is an error's number, or 0."""
+    pointers = (Pointer(0, 0),) * emulated._kernels[kernel].pointers
+    table, failure = np.zeros(1, _LAUNCH), np.zeros(1, _FAILURE)
+    address = emulated._kernel(Launch(kernel, pointers, threads=threads))
+    table[0] = (address, arguments, grid[0], grid[1], 0, threads)
+    return 0 if emulated._run(table, 1, failure) else 700
+
+
+def talk(path, device, monkeypatch):
+    """Three sessions take turns and share passes, over more than three blocks of keys each; all logits."""
+    monkeypatch.setattr("zllmc.runtime.engine.open_device", lambda *_: device)
+    engine = Engine.open(path)
+    sessions = [engine.session() for _ in range(3)]
+    ids = [3, 50, 120]
+    logits = [session.prefill(range(id, id + 9)).copy() for session, id in zip(sessions, ids, strict=True)]
+    for turn in range(48):
+        for session, id in zip(sessions[: turn % 3 + 1], ids, strict=False):
+            logits.append(session.decode(id).copy())
+        ids = [int(np.argmax(row)) for row in logits[-3:]]
+        if turn % 5 == 0:
+            count = 2 + turn % 2
+            logits.extend(engine.decode_batch(sessions[:count], ids[:count]).copy())
+    logits.extend(engine.logits(range(40)))
+    assert engine.device is device
+    return np.stack(logits)
+
+
+@pytest.fixture(scope="module")
+def expected(path, emulated):
+    with pytest.MonkeyPatch.context() as patch:
+        return talk(path, emulated, patch)
+
+
+@pytest.mark.parametrize("options", [{}, {"graphs": False}], ids=["graphs", "eager"])
+@pytest.mark.parametrize("vendor", [CUDA, HIP], ids=lambda vendor: vendor.kind)
+def test_replay_on_cuda_and_hip_computes_what_single_launches_do(
+    vendor, options, path, emulated, expected, folder, monkeypatch
+):
+    double = Double(vendor, compile_double(vendor.kind, folder))
+    double.run_kernels(lambda name, *given: run_on(emulated, name.decode(), *given))
+    parameters = {name: kernel.pointers for name, kernel in emulated._kernels.items()}
+    device = double.open(parameters=parameters, **options)
+    np.testing.assert_array_equal(talk(path, device, monkeypatch), expected)
+    replays = double.calls("launch_graph")
+    assert replays > 90 if not options else replays == 0
+    device.close()
+    assert double.misuses() == "" and double.left() == ""
+
+
+def test_replay_on_metal_computes_what_single_launches_do(path, emulated, expected, monkeypatch):
+    def kernel(name):
+        def run(arguments, grid, threads):
+            addresses = np.array([argument.ctypes.data for argument in arguments], np.int64)
+            assert run_on(emulated, name, grid, threads, addresses.ctypes.data) == 0
+
+        return run
+
+    gpu = metal_double.Gpu(memory=64 << 20, kernel=kernel)
+    for name, module in metal_double.modules(gpu).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    device = open_device(open_artifact(path), None, None)
+    np.testing.assert_array_equal(talk(path, device, monkeypatch), expected)
+    device.close()
