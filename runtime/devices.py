@@ -10,24 +10,26 @@ from zllmc.runtime.cpu import CpuDevice
 from zllmc.runtime.device import Device
 from zllmc.zllm_ir.errors import ZllmcError
 
-Emulate = Literal["emulate"]  # what a user can ask for instead of the device compiled for
+Mode = Literal["emulate", "eager"]  # how a GPU's kernels are run instead of by replaying graphs on it
 
 _SMALL = 16 << 20  # bytes of weights
 
 
-def open_device(artifact: Artifact, threads: int | None, device: Emulate | None) -> Any:
+def open_device(artifact: Artifact, threads: int | None, mode: Mode | None) -> Any:
     """The device of the artifact's target, with its kernels: a CpuDevice, or a `Device`.
 
-    `threads` are the CPU's. With "emulate", the CPU runs a GPU's kernels. Raises ZllmcError where the device
-    isn't there or doesn't run them.
+    `threads` are the CPU's. With "emulate", the CPU runs a GPU's kernels; with "eager", the GPU is given them
+    one by one. Raises ZllmcError where the device isn't there or doesn't run them.
     """
     gpu = artifact.manifest.gpu
     if gpu is None:
-        if device == "emulate":
-            raise ZllmcError(f"--device emulate stands for a GPU; this is {artifact.manifest.target}.")
+        if mode is not None:
+            raise ZllmcError(
+                f"--device {mode} is for GPUs; this was compiled for {artifact.manifest.target}."
+            )
         return CpuDevice(artifact.objects, threads)
     suffix, loaded = GPU_SUFFIXES[gpu.dialect]
-    if device == "emulate":
+    if mode == "emulate":
         from zllmc.runtime.emulator import EmulatedDevice
 
         texts = artifact.gpu_kernels(suffix)
@@ -42,7 +44,7 @@ def open_device(artifact: Artifact, threads: int | None, device: Emulate | None)
         include, prelude = b'#include "prelude.h"\n', artifact.prelude.encode()
         kernels = {name: text.replace(include, prelude, 1) for name, text in kernels.items()}
     kind, _, architecture = artifact.manifest.target.partition(":")
-    return open_gpu(kind, kernels, architecture, gpu.subgroup)
+    return open_gpu(kind, kernels, architecture, gpu.subgroup, graphs=mode != "eager")
 
 
 def open_gpu(

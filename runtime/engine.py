@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from zllmc.runtime.artifact import Manifest, open_artifact
 from zllmc.runtime.chat_template import ChatTemplate
-from zllmc.runtime.devices import Emulate, open_device
+from zllmc.runtime.devices import Mode, open_device
 from zllmc.runtime.text import Tokenizer
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.plan import (
@@ -87,9 +87,7 @@ class Engine:
     One pass runs at a time; sessions take turns, or share a pass of `decode_batch`.
     """
 
-    def __init__(
-        self, path: Path | str, *, threads: int | None = None, device: Emulate | None = None
-    ) -> None:
+    def __init__(self, path: Path | str, *, threads: int | None = None, device: Mode | None = None) -> None:
         artifact = open_artifact(Path(path))
         self.manifest: Manifest = artifact.manifest
         self.context = artifact.manifest.context
@@ -133,11 +131,12 @@ class Engine:
         self._bind_slots(())
 
     @classmethod
-    def open(cls, path: Path | str, *, threads: int | None = None, device: Emulate | None = None) -> Engine:
+    def open(cls, path: Path | str, *, threads: int | None = None, device: Mode | None = None) -> Engine:
         """Load the artifact at `path` on the device that it was compiled for.
 
         `threads` are those of the CPU (default: one per physical core). With device="emulate", the CPU runs a
-        GPU's kernels, which shows whether they are right and not how fast.
+        GPU's kernels, which shows whether they are right and not how fast; with "eager", the GPU launches
+        kernel by kernel instead of replaying a graph.
         """
         return cls(path, threads=threads, device=device)
 

@@ -24,7 +24,7 @@ from zllmc.runtime.artifact import ArtifactError
 from zllmc.zllm_ir.errors import ZllmcError
 
 if TYPE_CHECKING:
-    from zllmc.runtime.devices import Emulate
+    from zllmc.runtime.devices import Mode
     from zllmc.runtime.engine import Engine
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -42,7 +42,7 @@ def load(
     model: Path | str,
     *,
     threads: int | None = None,
-    device: Emulate | None = None,
+    device: Mode | None = None,
     target: str = "cpu",
     context: int | None = None,
     kv: str = "f16",
@@ -50,9 +50,8 @@ def load(
 ) -> Engine:
     """Open an artifact, or compile a model (as `zllmc.compile` takes it) into the cache and open that.
 
-    `threads`: default one for each physical core. device="emulate" runs a GPU's kernels on the CPU. The other
-    options are those of the compilation. Raises ZllmcError if the model can't be compiled or doesn't fit this
-    machine.
+    `threads` and `device` are those of `Engine.open`, the other options those of the compilation. Raises
+    ZllmcError if the model can't be compiled or doesn't fit this machine.
     """
     from zllmc.runtime.engine import Engine
 

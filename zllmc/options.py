@@ -19,8 +19,8 @@ speculate_option = click.option(
 )
 device_option = click.option(
     "--device",
-    type=click.Choice(["emulate"]),
-    help="`emulate`: run a GPU's kernels on this machine's CPU.  [default: the device compiled for]",
+    type=click.Choice(["emulate", "eager"]),
+    help="For a GPU's artifact: emulate it on the CPU, or launch kernel by kernel.  [default: replay on it]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 

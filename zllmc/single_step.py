@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from zllmc.frontends.model import load_model
 from zllmc.passes.pipeline import lower_entries
 from zllmc.runtime.artifact import Artifact
-from zllmc.runtime.devices import Emulate, open_device
+from zllmc.runtime.devices import Mode, open_device
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.fused_ops import GROUP
 from zllmc.zllm_ir.interpreter import KVState, bind_weight
@@ -49,7 +49,7 @@ class Machine:
     """
 
     def __init__(
-        self, artifact: Artifact, source: Path, threads: int | None = None, device: Emulate | None = None
+        self, artifact: Artifact, source: Path, threads: int | None = None, device: Mode | None = None
     ) -> None:
         manifest = artifact.manifest
         model = load_model(source, context=manifest.context, kv=manifest.kv)

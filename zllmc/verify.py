@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zllmc.runtime.artifact import Artifact, Manifest, open_artifact
-from zllmc.runtime.devices import Emulate
+from zllmc.runtime.devices import Mode
 from zllmc.runtime.engine import Engine
 from zllmc.single_step import Machine
 from zllmc.wording import table
@@ -56,7 +56,7 @@ def verify_artifact(
     tokens: int = 24,
     tolerance: float | None = None,
     threads: int | None = None,
-    device: Emulate | None = None,
+    device: Mode | None = None,
     as_json: bool = False,
 ) -> bool:
     """Prints all comparisons; whether all are within tolerance.
@@ -150,7 +150,7 @@ def compare(
 
 
 def check_kernels(
-    artifact: Artifact, source: Path, ids: list[int], threads: int | None, device: Emulate | None = None
+    artifact: Artifact, source: Path, ids: list[int], threads: int | None, device: Mode | None = None
 ) -> Iterator[Comparison]:
     """Each kernel once, at its first launch: of a prefill of all `ids` but the last, then of its decode."""
     machine = Machine(artifact, source, threads, device)

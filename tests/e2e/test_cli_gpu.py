@@ -46,7 +46,7 @@ def test_an_artifact_has_readable_sources_and_what_the_driver_loads(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "emulate"], "stands for a GPU"),
+        (["--device", "emulate"], "is for GPUs"),
         (["--target", "cuda:sm_1"], "unknown cuda target"),
         (["--target", "metal:apple9"], "metal|Metal|macOS"),  # without an emulator, here is no such device
     ],
