@@ -150,9 +150,15 @@ class _Groups:
             with serial(0, count * width) as i:
                 totals.store(i * lanes, const(0, "float32", lanes))
 
-            def ask(unit: Expr) -> None:
+            def ask(unit: Expr, ahead: int) -> None:
+                """Of this group, or of the one that comes after all of these."""
+                size, units = self.layout.group_bytes, self.layout.columns // UNIT
+                later = bind(unit + ahead)
+                inside = bind(T.truncmod(later, units) * (size // units))
+                at = bind(inside + T.if_then_else(later < units, 0, width * size))
                 for record in records:
-                    self._prefetch(record, unit, columns=UNIT)
+                    for line in range(0, size // units, 64):
+                        prefetch(record, at + line)
 
             weights = [BlockSums(self.layout, self.dot, record, self.x) for record in records]
             tiles.add(totals, weights, starts, first, count, self.x_stride, ask)

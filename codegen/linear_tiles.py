@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -91,10 +91,11 @@ class Tiles:
         first: Expr,
         count: Expr,
         stride: int,
-        prefetch: Callable[[Expr], None],
+        prefetch: Callable[..., None],
     ) -> None:
         """totals[row][group] += w · x for rows first … first + count − 1 of x, `stride` words apart, and the
-        `width` groups of weights. `starts`: of `prepare`. `prefetch(unit)`: before a unit is unpacked."""
+        `width` groups of weights. `starts`: of `prepare`. `prefetch(unit, ahead=…)` asks for the weights that
+        will be unpacked that many units after this one, maybe those of the next groups."""
         units = self.layout.format.block // UNIT
         blocks = self.layout.columns // self.layout.format.block
         vectors = _UnitVectors(self.names, self.width, self.dot.lanes)
@@ -104,14 +105,14 @@ class Tiles:
 
         def tile(row: Expr, rows: int, begin: Expr, end: Expr) -> None:
             words = [bind((first + row + r) * stride) for r in range(rows)]
-            _Tile(self, weights, vectors, starts, words, row, zero).add(totals, begin, end)
+            ask = partial(prefetch, ahead=piece * units)
+            _Tile(self, weights, vectors, starts, words, row, zero, ask).add(totals, begin, end)
 
         with serial(0, -(-blocks // piece)) as p:
             begin = bind(p * piece)
             end = bind(T.min(begin + piece, blocks))
             with serial(0, (end - begin) * units) as u:
                 unit = bind(begin * units + u)
-                prefetch(unit)
                 for g, group in enumerate(weights):
                     vectors.store(bind(u * vectors.stride), g, self._unpacked(group, unit))
             with serial(0, T.truncdiv(count, self.height)) as t:
@@ -126,8 +127,6 @@ class Tiles:
         """Of the vectors that a unit is unpacked into. A scale is there once for each chunk."""
         fmt = self.layout.format
         names = [f"code{s}" for s in range(STEPS)]
-        if self.split:
-            names += [f"sign{s}" for s in range(STEPS)]
         if self.layout.subs:
             names += [f"scale{c}" for c in range(self.chunks)]
         else:
@@ -137,13 +136,8 @@ class Tiles:
     def _unpacked(self, group: BlockSums, unit: Expr) -> dict[str, Expr]:
         vectors = {}
         for s, step in enumerate(group.steps(unit)):
-            code = bind(step)
-            if self.split:
-                vectors[f"sign{s}"] = code
-                code = self.dot.signed_by(code, code)
-            elif self.lift:
-                code = code + const(self.lift, "uint8", 4 * self.dot.lanes)
-            vectors[f"code{s}"] = code
+            lift = const(self.lift, "uint8", 4 * self.dot.lanes)
+            vectors[f"code{s}"] = bind(step + lift if self.lift else step)
         if self.layout.subs:
             scales = group.sub_scales(unit)
             vectors |= {f"scale{c}": scales[c * len(scales) // self.chunks] for c in range(self.chunks)}
@@ -236,6 +230,7 @@ class _Tile:
     words: Sequence[Expr]
     row: Expr
     zero: Expr
+    prefetch: Callable[[Expr], None]
 
     @property
     def places(self) -> list[tuple[int, int]]:
@@ -254,6 +249,7 @@ class _Tile:
             self._add_unit(mine.behind(u * self.zero), bind(begin * units + u), bind(u * self.vectors.stride))
 
     def _add_unit(self, totals: _Vectors, unit: Expr, slot: Expr) -> None:
+        self._ask(unit)
         x, parts = self.of.x, [name for name in self.of.names if name[0] == "d"]
         chunks = self.of.chunks // len(parts)
         sums = [self._dot(unit, slot, part * chunks, chunks) for part in range(len(parts))]
@@ -280,6 +276,7 @@ class _Tile:
             scaled.set(r, g, zero)
         with serial(0, units) as u:
             unit = bind(first + u)
+            self._ask(unit)
             held = scaled.behind(u * self.zero)
             sums = self._dot(unit, bind(slots + u * self.vectors.stride), 0, self.of.chunks)
             for r, row in enumerate(self.words):
@@ -300,6 +297,11 @@ class _Tile:
         for r, g in self.places:
             value = totals.get(r, g) + minima[r][g].get() * self.weights[g].block_minimum(block)
             totals.set(r, g, value)
+
+    def _ask(self, unit: Expr) -> None:
+        """The first tile has the next weights on their way while all tiles compute."""
+        with when(self.row < 1):
+            self.prefetch(unit)
 
     # -- sums of integers ----------------------------------------------------------------------------------
 
@@ -352,7 +354,9 @@ class _Tile:
     def _plus_step(self, sums: Sums, unit: Expr, slot: Expr, step: Expr) -> Sums:
         dot, groups = self.of.dot, range(self.of.width)
         codes = [bind(self.vectors.load(slot, g, "code0", step)) for g in groups]
-        signs = [bind(self.vectors.load(slot, g, "sign0", step)) for g in groups] if self.of.split else None
+        signs = codes if self.of.split else None
+        if signs:
+            codes = [bind(dot.signed_by(sign, sign)) for sign in signs]
         out: Sums = []
         for r, row in enumerate(self.words):
             x = bind(self.of.x.step(row, unit, step))
