@@ -206,7 +206,8 @@ class Engine:
 
     def decode_batch(self, sessions: Sequence[Session], ids: Sequence[int]) -> Logits:
         """Append ids[i] to sessions[i], for all in one pass; their logits (len(ids), vocab), valid until the
-        next pass. The pass reads the weights once, however many sequences take part.
+        next pass. The pass reads the weights once, however many sequences take part. Each has the logits that
+        it has alone: to the bit where the matrices are quantized, else but for rounding.
 
         ValueError for more than `max_batch` sessions, none, one of another engine or the same one twice. When
         anything is refused, nothing was appended.
