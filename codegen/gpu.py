@@ -8,21 +8,31 @@ from typing import Any
 
 import msgspec
 
-from zllmc.codegen import attention, attention_decode, elementwise, embedding, norm, quantize, rope_kv
+from zllmc.codegen import (
+    attention,
+    attention_decode,
+    elementwise,
+    embedding,
+    matrix_gpu,
+    norm,
+    quantize,
+    rope_kv,
+)
 from zllmc.codegen.cuda_toolchain import compile_cuda
 from zllmc.codegen.linear_gpu import linear
+from zllmc.codegen.matrix_gpu import MatrixUnit
 from zllmc.codegen.metal_check import check_metal
 from zllmc.codegen.packing import UNIT
 from zllmc.codegen.rocm_toolchain import compile_hip
 from zllmc.codegen.simt import DIALECTS, Source, print_source
-from zllmc.codegen.simt_words import LANES
-from zllmc.targets.gpu import GpuTarget
+from zllmc.targets.gpu import LANES, GpuTarget
 from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.gpu_kernel import GpuKernel
 from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, Operand, symbol
 
 MAX_UNITS = 8  # vector units of a block
+BLOCKS_PER_MULTIPROCESSOR = 4  # of a linear on matrix units: while some load, others multiply
 
 
 @dataclass(frozen=True)
@@ -79,8 +89,9 @@ def kernel_source(call: KernelCall, target: GpuTarget) -> Source:
     dialect, name = DIALECTS[target.dialect], symbol(call)
     try:
         if call.op == "linear":
-            blocks, units = _linear_grid(call, target)
-            return print_source(linear(call, _UNIT, units, name), dialect, blocks, units)
+            matrix = _matrix_unit(call, target)
+            blocks, units = _linear_grid(call, target, matrix)
+            return print_source(linear(call, _UNIT, units, name, matrix), dialect, blocks, units)
         if call.op not in FAMILIES:
             known = ", ".join(sorted([*FAMILIES, "linear"]))
             raise ZllmcError(f"no GPU kernel for op {call.op!r}; there are kernels for {known}")
@@ -106,9 +117,21 @@ def _block_units(stack: int, target: GpuTarget) -> int:
     return units
 
 
-def _linear_grid(call: KernelCall, target: GpuTarget) -> tuple[int, int]:
-    """Blocks and units of a linear: a block for each group of rows."""
+def _matrix_unit(call: KernelCall, target: GpuTarget) -> MatrixUnit | None:
+    """What multiplies the many rows of a linear's x."""
+    x, instruction = call.operands[0], target.matrix_instruction("s8")
+    if not isinstance(x, Operand) or x.type.dtype != "a8" or x.single_row or instruction is None:
+        return None
+    return MatrixUnit(instruction, target.subgroup) if matrix_gpu.fits(instruction) else None
+
+
+def _linear_grid(call: KernelCall, target: GpuTarget, matrix: MatrixUnit | None) -> tuple[int, int]:
+    """Blocks and units of a linear: a block for each group of rows, or for several tiles of a matrix unit."""
     rows, columns = (int(d) for d in call.operands[1].type.shape)  # type: ignore[union-attr]
+    if matrix is not None:
+        down = -(-rows // matrix_gpu.ROWS)
+        blocks = min(BLOCKS_PER_MULTIPROCESSOR * target.product.multiprocessors, 8 * down)
+        return blocks, matrix_gpu.SUBGROUPS * target.subgroup // LANES
     units = max(1, min(MAX_UNITS, columns // (2 * UNIT)))
     return -(-rows // LANES), -(-units * LANES // target.subgroup) * target.subgroup // LANES
 

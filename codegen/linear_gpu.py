@@ -3,7 +3,7 @@
 The arithmetic is the CPU's (`block_sums`): a lane holds a row of W. What differs is how the work is cut. One
 row of x is shared by the units of a block, which take parts of the columns and meet in shared memory, so that
 enough loads are in flight; many rows of x go in tiles whose sums stay in registers, a unit for each tile and
-group of weight rows.
+group of weight rows; or, where there is a matrix unit and enough of them, as `matrix_gpu` does.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tvm.script.ir_builder import tirx as T
 from zllmc.codegen.block_sums import BlockSums
 from zllmc.codegen.dot import Dot
 from zllmc.codegen.grid_codes import load_plain
+from zllmc.codegen.matrix_gpu import MatrixTiles, MatrixUnit
 from zllmc.codegen.packing import ROW_PAD, UNIT, PackedLayout, layout_of
 from zllmc.codegen.rows import row_count, share
 from zllmc.codegen.tir import (
@@ -38,9 +39,13 @@ from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand, activation_row_bytes
 
 ROW_TILE = 8  # rows of x that share a weight vector
+FEW_ROWS = 16  # fewer would leave most of a matrix unit's tile empty
 
 
-def linear(call: KernelCall, target: VectorTarget, units: int, name: str) -> Any:
+def linear(
+    call: KernelCall, target: VectorTarget, units: int, name: str, matrix: MatrixUnit | None = None
+) -> Any:
+    """The kernel for blocks of `units` vector units, which multiply with `matrix` what is worth it."""
     x, weight, bias, residual = call.operands
     if not isinstance(x, Operand) or not isinstance(weight, Operand):
         raise ZllmcError("linear: x and the weight are required")
@@ -60,11 +65,15 @@ def linear(call: KernelCall, target: VectorTarget, units: int, name: str) -> Any
             groups.split(kernel, units)
         else:
             tokens = bind(row_count(x, given["control"]))
-            tiles = bind(tirx.truncdiv(tokens + (ROW_TILE - 1), ROW_TILE))
-            begin, end = share(kernel, tiles * layout.groups)
-            with serial(begin, end) as piece:
-                group = bind(tirx.truncdiv(piece, tiles))
-                groups.tile(group, bind((piece - group * tiles) * ROW_TILE), tokens)
+            if matrix is None:
+                groups.tiles(kernel, tokens)
+            else:
+                tiles = MatrixTiles(layout, groups.dot, matrix, given, stride, groups.finish)
+                choose(
+                    tokens < FEW_ROWS,
+                    lambda: groups.tiles(kernel, tokens),
+                    lambda: tiles.run(kernel, tokens, units),
+                )
     return kernel.function
 
 
@@ -97,16 +106,25 @@ class _Groups:
                 total = partial.load(0, lanes)
                 for other in range(1, units):
                     total = total + partial.load(other * lanes, lanes)
-                self._finish(group, 0, bind(total))
+                self.finish(group, 0, bind(total))
             barrier()
 
-    def tile(self, group: Expr, first: Expr, tokens: Expr) -> None:
+    def tiles(self, kernel: Kernel, tokens: Expr) -> None:
+        """Several rows of x, without a matrix unit."""
+        tiles = bind(tirx.truncdiv(tokens + (ROW_TILE - 1), ROW_TILE))
+        begin, end = share(kernel, tiles * self.layout.groups)
+        with serial(begin, end) as piece:
+            group = bind(tirx.truncdiv(piece, tiles))
+            self._tile(group, bind((piece - group * tiles) * ROW_TILE), tokens)
+
+    def _tile(self, group: Expr, first: Expr, tokens: Expr) -> None:
         """ROW_TILE rows of x from `first` on. A short last tile repeats the last row."""
         rows = [bind(tirx.min(first + i, tokens - 1)) for i in range(ROW_TILE)]
         pieces = self.layout.columns // (UNIT if self.layout.format.plain else self.layout.format.block)
         totals = self._sums(group, [bind(row * self.x_stride) for row in rows], 0, pieces)
-        for row, total in zip(rows, totals, strict=True):
-            self._finish(group, row, total)
+        for i, total in enumerate(totals):
+            with when(first + i < tokens):  # a residual that is y itself must be added once
+                self.finish(group, bind(first + i), total)
 
     def _sums(self, group: Expr, starts: list[Expr], begin: Expr, end: Expr) -> list[Expr]:
         """Σ w · x over blocks begin … end − 1, which are 32 columns of a plain format, for each row of x."""
@@ -127,7 +145,7 @@ class _Groups:
             sums.add_units(totals, starts, begin * units, end * units, sums.steps, sums.unit_scales)
         return [total.get() for total in totals]
 
-    def _finish(self, group: Expr, row: Expr, total: Expr) -> None:
+    def finish(self, group: Expr, row: Expr, total: Expr) -> None:
         """alpha, bias, residual; and the store."""
         lanes = self.dot.lanes
         _, _, bias, residual = self.call.operands

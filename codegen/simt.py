@@ -8,6 +8,7 @@ threads, and a thread is a unit (`worker` in the source, since Metal has other p
     a vector of N ≤ LANES        element i in lane i; the lanes from N on hold nothing of use
     a vector of N = k·LANES      elements k·i … k·i + k − 1 in lane i, packed in one 16- or 32-bit word
     a register                   a variable of each lane
+    a `tir.LaneArray`            an array of registers of each lane
     an array on the stack        shared memory of the unit
     a load of a run of elements  neighbouring lanes load neighbouring addresses
 
@@ -24,8 +25,9 @@ from typing import Any
 import numpy as np
 from tvm import tirx
 
-from zllmc.codegen.simt_expr import Expressions, Pointer, intrinsic_name, of, op_name
-from zllmc.codegen.simt_words import HELPERS, LANES, MEMORY_TYPES, VALUE_TYPES, Words
+from zllmc.codegen.simt_expr import LANE_ARRAY, Expressions, Pointer, intrinsic_name, of, op_name
+from zllmc.codegen.simt_words import HELPERS, MEMORY_TYPES, VALUE_TYPES, Words
+from zllmc.targets.gpu import LANES
 from zllmc.zllm_ir.errors import IRError
 
 
@@ -36,7 +38,7 @@ class Dialect:
     suffix: str  # of files
     device: str = ""  # before the type of a pointer to global memory
     shared: str = ""  # before the type of a pointer to shared memory
-    shared_array: str = "__shared__ "
+    shared_array: str = "__shared__ alignas(16) "
     constant: str = "const "  # before the type of a pointer to a table at file scope
     table: str = "static __device__ const "
     function: str = "static __device__ inline "
@@ -187,6 +189,11 @@ class _Printer:
             self.shared[name] = int(buffer.shape[0]) * words.size
             self.x.buffers[buffer] = Pointer(name, self.dialect.shared, "unsigned", name)
             return
+        if buffer.scope() == "local":
+            name = self._new("m")
+            self._emit(f"{VALUE_TYPES[words.element]} {name}[{int(buffer.shape[0]) // LANES}];")
+            self.x.buffers[buffer] = Pointer(name, "", VALUE_TYPES[words.element], LANE_ARRAY)
+            return
         if self.arrays is None or buffer in self.arrays:
             self.x.buffers[buffer] = self._array(int(buffer.shape[0]) * words.size)
             return
@@ -212,21 +219,36 @@ class _Printer:
             self.x.pointers[var] = replace(pointer, text=name)
 
     def _for(self, node: Any) -> None:
-        begin, extent = node.min, node.extent
-        end = f"{self.x.expr(begin)} + {self.x.expr(extent)}"
-        if isinstance(extent, tirx.Sub) and extent.b.same_as(begin):
-            end = self.x.expr(extent.a)
+        begin, extent = self._uniform(node.min), node.extent
+        if isinstance(extent, tirx.Sub) and extent.b.same_as(node.min):
+            end = self._uniform(extent.a)
+        else:
+            end = f"{begin} + {self._uniform(extent)}" if begin != "0" else self._uniform(extent)
         name = self.x.names[node.loop_var] = self._new("i")
         self._sync()
-        self._emit(f"for (int {name} = {self.x.expr(begin)}; {name} < {end}; ++{name}) {{")
+        if "rolled" in node.annotations:
+            self._emit("#pragma unroll 1")
+        self._emit(f"for (int {name} = {begin}; {name} < {end}; ++{name}) {{")
         self._block(node.body)
 
     def _ifthenelse(self, node: Any) -> None:
-        self._emit(f"if ({self.x.expr(node.condition)}) {{")
+        condition = self._uniform(node.condition)
+        self._sync()
+        self._emit(f"if ({condition}) {{")
         self._block(node.then_case, close=node.else_case is None)
         if node.else_case is not None:
             self._emit("} else {")
             self._block(node.else_case)
+
+    def _uniform(self, node: Any) -> str:
+        """An expression that decides where lanes go: it is evaluated before they meet, if it loads from what
+        they share."""
+        before, self.loaded = self.loaded, False
+        text = self.x.expr(node)
+        if self.loaded:
+            text = self._variable(of(node).value, text)
+        self.loaded |= before
+        return text
 
     def _block(self, body: Any, *, close: bool = True) -> None:
         self._sync()

@@ -11,7 +11,8 @@ from tvm import tirx
 from tvm.ir import Call, StringImm
 from tvm.target import codegen
 
-from zllmc.codegen.simt_words import HELPERS, LANES, MEMORY_TYPES, Words
+from zllmc.codegen.simt_words import HELPERS, MEMORY_TYPES, Words
+from zllmc.targets.gpu import LANES
 from zllmc.zllm_ir.errors import IRError
 
 _BINARY = {"Add": "+", "Sub": "-", "Mul": "*", "Div": "/", "Mod": "%", "FloorDiv": "/", "FloorMod": "%"}
@@ -25,6 +26,9 @@ _REDUCTIONS = {
     "llvm.vector.reduce.add": ("unit_add", "0"),
     "llvm.vector.reduce.smax": ("unit_max", "0"),
 }
+
+
+LANE_ARRAY = "lane"  # the root of registers
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class Expressions:
                 type = MEMORY_TYPES[str(load.source.dtype)]
                 place = f"{_typed(home, str(load.source.dtype))} + {self.expr(index)}"
                 return Pointer(place, home.space, type, home.root)
+            case "call_llvm_pure_intrin" if intrinsic_name(node) == "llvm.ptrmask":
+                return self._home(node.args[1].args[0].source)  # arrays on the stack are aligned as it is
             case "reinterpret" if isinstance(node.args[0], StringImm):
                 data = node.args[0].value.encode("ascii")
                 name = self.constants.setdefault(data, f"table{len(self.constants)}")
@@ -85,6 +91,8 @@ class Expressions:
         if not isinstance(index, tirx.Ramp):
             return f"{_typed(home, dtype)}[{self.expr(index)}]"
         base, stride = self.expr(index.base), int(index.stride)
+        if home.root == LANE_ARRAY:
+            return f"{home.text}[{int(index.base) // LANES}]"
         if words.each == 1:
             return f"{_typed(home, dtype)}[{base} + lane{'' if stride == 1 else f' * {stride}'}]"
         if stride != 1:
@@ -251,6 +259,8 @@ class Expressions:
 
     def _call(self, node: Any) -> str:
         match op_name(node):
+            case "buffer_data" | "address_of":
+                return self.pointer(node).text
             case "reinterpret":
                 return self._reinterpret(node)
             case "if_then_else":

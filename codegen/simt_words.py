@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zllmc.targets.gpu import LANES
 from zllmc.zllm_ir.errors import IRError
-
-LANES = 32  # of a vector unit: a warp, half a wave of 64
 
 _BYTES = {"bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "int32": 4, "uint32": 4}
 _BYTES |= {"float32": 4, "int64": 8, "uint64": 8, "float64": 8}
@@ -36,6 +35,12 @@ HELPERS = {
     "widen_u8": "{function}unsigned widen_u8(unsigned v) {{ return (v & 0xffu) | (v & 0xff00u) << 8; }}",
     "widen_s8": "{function}unsigned widen_s8(unsigned v) {{\n"
     "  return ((unsigned)(int)(signed char)v & 0xffffu) | (unsigned)(int)(signed char)(v >> 8) << 16;\n}}",
+    # 16 bytes at once, where each lane has its own address.
+    "store_words": "{function}void store_words(\n"
+    "    unsigned* to, unsigned a, unsigned b, unsigned c, unsigned d) {{\n"
+    "  store16((unsigned char*)to, make_uint4(a, b, c, d));\n}}",
+    "copy_words": "{function}void copy_words(unsigned* to, const unsigned char* from) {{\n"
+    "  store16((unsigned char*)to, load16(from));\n}}",
     # Four bytes of a table of 16, each picked by the low four bits of a byte of `index`.
     "lookup16": "{function}unsigned lookup16(\n"
     "    unsigned index, unsigned a, unsigned b, unsigned c, unsigned d) {{\n"

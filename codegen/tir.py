@@ -82,14 +82,18 @@ class Memory:
         """The same memory as elements of another type."""
         return Memory.at(self.buffer.data, dtype)
 
+    def address(self, index: Expr) -> Expr:
+        """Where element `index` lies; of a vector of indices, a place for each lane of a GPU's unit."""
+        return T.address_of(self.buffer[index])
+
     def from_(self, index: Expr) -> Memory:
         """The memory from element `index` (int64) on: keeps 32-bit indices within large arrays."""
-        return Memory.at(T.bind(T.address_of(self.buffer[index])), self.dtype)
+        return Memory.at(T.bind(self.address(index)), self.dtype)
 
 
 def prefetch(memory: Memory, index: Expr) -> None:
     """Ask for the cache line of element `index`; it may lie outside the memory."""
-    address = T.address_of(memory.buffer[index])
+    address = memory.address(index)
     read, keep, data = (const(v, "int32") for v in (0, 3, 1))
     T.evaluate(T.call_llvm_intrin("llvm.prefetch", address, read, keep, data, dtype="void"))
 
@@ -111,6 +115,24 @@ class Register:
         self._memory.store(0, value)
 
 
+class LaneArray:
+    """`count` words of each lane of a GPU's vector unit: registers, which a function of the prelude takes."""
+
+    def __init__(self, dtype: str, count: int, lanes: int) -> None:
+        self.lanes = lanes
+        self._memory = Memory(T.alloc_buffer((count * lanes,), dtype, scope="local"), dtype)
+
+    @property
+    def pointer(self) -> Expr:
+        return self._memory.buffer.data
+
+    def get(self, index: int) -> Expr:
+        return self._memory.load(index * self.lanes, self.lanes)
+
+    def set(self, index: int, value: Expr) -> None:
+        self._memory.store(index * self.lanes, value)
+
+
 def local(dtype: str, elements: int) -> Memory:
     """A scratch array on the stack; keep it to a few KiB. From 1 KiB on it starts at a cache line."""
     nbytes = elements * np.dtype(dtype).itemsize
@@ -130,7 +152,12 @@ def block_array(dtype: str, elements: int) -> Memory:
 
 def barrier() -> None:
     """All units of a GPU's block meet here, and see what the others have stored in arrays of the block."""
-    T.evaluate(T.call_extern("void", "barrier"))
+    call("barrier")
+
+
+def call(function: str, *arguments: Expr) -> None:
+    """Call a function that a GPU's prelude or `simt_words.HELPERS` has; in every lane."""
+    T.evaluate(T.call_extern("void", function, *arguments))
 
 
 def lanes_of(value: Expr) -> int:
@@ -152,6 +179,13 @@ def hold(value: Expr) -> Expr:
 def serial(begin: Expr, end: Expr) -> Iterator[Expr]:
     """for i in begin … end−1."""
     with T.serial(begin, end) as i:
+        yield i
+
+
+@contextmanager
+def rolled(begin: Expr, end: Expr) -> Iterator[Expr]:
+    """As `serial`, but a GPU's compiler shall not unroll it: that takes registers, and not all loops gain."""
+    with T.serial(begin, end, annotations={"rolled": True}) as i:
         yield i
 
 

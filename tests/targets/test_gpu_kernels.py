@@ -25,8 +25,9 @@ from zllmc.zllm_ir.plan import CONTROL_TOKENS, CONTROL_WORDS
 from zllmc.zllm_ir.types import T, TensorType
 
 ROWS, COLUMNS = 80, 512  # the last group of rows is half a group
-DEVICES = ["cuda:sm_90", "rocm:gfx1100", "rocm:gfx942", "metal:apple9"]
-TOKENS = {"decode": 1, "prefill": 11}  # the last tile of rows is a short one
+# And the tokens of a prefill, whose last tile of rows is a short one. From 16 on, matrix units are used.
+DEVICES = {"cuda:sm_90": 21, "rocm:gfx1100": 11, "rocm:gfx942": 70, "metal:apple9": 11}
+ENTRIES = ["decode", "prefill"]
 
 
 def linear_call(format: str, first: object) -> KernelCall:
@@ -59,6 +60,7 @@ class Gpu:
 
     device: EmulatedDevice
     sources: dict[str, Source]
+    tokens: dict[str, int]  # of each entry
 
     def run(self, call: KernelCall, tokens: int, *arrays: np.ndarray) -> np.ndarray:
         """The call's f32 result for these operands."""
@@ -84,14 +86,14 @@ def gpu(request, emulator_cache) -> Gpu:
         call(format, T if entry == "prefill" else 1)
         for call in (linear_call, embedding_call)
         for format in FORMATS
-        for entry in TOKENS
+        for entry in ENTRIES
     ]
     sources = {symbol(call): kernel_source(call, target) for call in calls}
     texts = {f"{name}.{target.dialect}": source.text for name, source in sources.items()}
     reverse = request.param == "rocm:gfx1100"
-    return Gpu(
-        EmulatedDevice(texts, target.dialect, target.subgroup, cache=emulator_cache, reverse=reverse), sources
-    )
+    options = {"matrix": target.matrix, "reverse": reverse, "optimize": False, "cache": emulator_cache}
+    device = EmulatedDevice(texts, target.dialect, target.subgroup, **options)
+    return Gpu(device, sources, {"decode": 1, "prefill": DEVICES[request.param]})
 
 
 @functools.cache
@@ -101,10 +103,10 @@ def weights(format: str) -> tuple[np.ndarray, np.ndarray]:
     return pack_rows(layout_of(format, (ROWS, COLUMNS), LANES), raw), decode(FORMATS[format], raw)
 
 
-@pytest.mark.parametrize("entry", TOKENS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_linear(gpu, format, entry):
-    tokens, rng = TOKENS[entry], np.random.default_rng(3)
+    tokens, rng = gpu.tokens[entry], np.random.default_rng(3)
     packed, w = weights(format)
     x = rng.standard_normal((tokens, COLUMNS), dtype=np.float32)
     bias, residual = rng.standard_normal(ROWS, np.float32), rng.standard_normal((tokens, ROWS), np.float32)
@@ -118,10 +120,10 @@ def test_linear(gpu, format, entry):
     assert (np.abs(y - expected) <= 2e-6 * magnitude + 1e-6 * np.abs(expected) + 1e-6).all()
 
 
-@pytest.mark.parametrize("entry", TOKENS)
+@pytest.mark.parametrize("entry", ENTRIES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_embedding(gpu, format, entry):
-    tokens = TOKENS[entry]
+    tokens = gpu.tokens[entry]
     packed, w = weights(format)
     ids = np.random.default_rng(tokens).integers(0, ROWS, tokens, dtype=np.int32)
     ids[-1] = ROWS - 1
