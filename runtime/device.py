@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from zllmc.zllm_ir.plan import EntryPoint
+from zllmc.zllm_ir.plan import EntryPoint, Launch, Pointer
 
 _PIECE = 64 << 20  # bytes of a file that are read at a time
 
@@ -100,3 +100,11 @@ def load_file(device: Device, path: Path) -> DeviceBuffer:
             device.write(buffer, np.frombuffer(piece, np.uint8), offset)
             offset += len(piece)
     return buffer
+
+
+def pointers(launch: Launch) -> tuple[Pointer, ...]:
+    """A launch's arguments. Raises KernelError for one that is a number: a GPU's kernels take none."""
+    pointers = tuple(argument for argument in launch.args if isinstance(argument, Pointer))
+    if len(pointers) < len(launch.args):
+        raise KernelError(f"{launch.kernel} is given numbers, which a kernel of a GPU does not take")
+    return pointers

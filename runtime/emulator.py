@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from zllmc.runtime.device import DeviceBuffer, KernelError, load_file
+from zllmc.runtime.device import DeviceBuffer, KernelError, load_file, pointers
 from zllmc.runtime.host_compiler import CompileError, compile_library
 from zllmc.runtime.processors import physical_cores
 from zllmc.zllm_ir.errors import ZllmcError
@@ -220,7 +220,7 @@ class EmulatedRecording:
         for number, launch in enumerate(entry.launches):
             start = self._arguments.ctypes.data + 8 * first
             self._table[number] = (device._kernel(launch), start, *launch.grid, launch.rows, launch.threads)
-            for index, pointer in enumerate(_pointers(launch), first):
+            for index, pointer in enumerate(pointers(launch), first):
                 places.setdefault((pointer.buffer, launch.slot), []).append((index, pointer.offset))
             first += len(launch.args)
         self._places = {key: np.array(found, np.int64).T for key, found in places.items()}
@@ -278,18 +278,10 @@ class EmulatedRecording:
             return max(-byte, byte - memory.size), f"{text}which has {memory.size} bytes"
 
         distance, text = min(
-            (seen_from(number, pointer) for number, pointer in enumerate(_pointers(launch))),
+            (seen_from(number, pointer) for number, pointer in enumerate(pointers(launch))),
             default=(_GUARD, ""),
         )
         return text if distance < _GUARD else f"address {address:#x}, which is in no buffer"
-
-
-def _pointers(launch: Launch) -> tuple[Pointer, ...]:
-    """A launch's arguments. Raises KernelError for one that is a number: a GPU's kernels take none."""
-    pointers = tuple(argument for argument in launch.args if isinstance(argument, Pointer))
-    if len(pointers) < len(launch.args):
-        raise KernelError(f"{launch.kernel} is given numbers, which a kernel of a GPU does not take")
-    return pointers
 
 
 _loading = threading.Lock()

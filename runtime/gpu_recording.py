@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zllmc.runtime.device import DeviceBuffer, KernelError
+from zllmc.runtime.device import DeviceBuffer, KernelError, pointers
 from zllmc.runtime.driver_api import Driver, DriverError
 from zllmc.runtime.gpu_graph import Graph
 from zllmc.runtime.gpu_memory import attempt
-from zllmc.zllm_ir.plan import EntryPoint, Launch, Pointer
+from zllmc.zllm_ir.plan import EntryPoint, Launch
 
 if TYPE_CHECKING:
     from zllmc.runtime.gpu import GpuDevice
@@ -44,7 +44,7 @@ class GpuRecording:
             node["function"] = _function(device, launch)
             node["grid"], node["block"] = (*launch.grid, 1), (launch.threads, 1, 1)
             node["arguments"] = self._pointers.ctypes.data + 8 * first
-            for index, pointer in enumerate(_pointers(launch), first):
+            for index, pointer in enumerate(pointers(launch), first):
                 places.setdefault((pointer.buffer, launch.slot), []).append((index, pointer.offset, number))
             first += len(launch.args)
         self._places = {key: np.array(found, np.int64).T for key, found in places.items()}
@@ -181,11 +181,3 @@ def _function(device: GpuDevice, launch: Launch) -> int:
         return device._functions[launch.kernel]
     except KeyError:
         raise KernelError(f"there is no kernel {launch.kernel}") from None
-
-
-def _pointers(launch: Launch) -> tuple[Pointer, ...]:
-    """A launch's arguments. Raises KernelError for one that is a number: a GPU's kernels take none."""
-    pointers = tuple(argument for argument in launch.args if isinstance(argument, Pointer))
-    if len(pointers) < len(launch.args):
-        raise KernelError(f"{launch.kernel} is given numbers, which a kernel of a GPU does not take")
-    return pointers

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from zllmc.runtime.device import DeviceBuffer, KernelError
+from zllmc.runtime.device import DeviceBuffer, KernelError, pointers
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.plan import EntryPoint, Launch, Pointer
 
@@ -245,11 +245,7 @@ class MetalRecording:
         # (buffer, slot): offsets in the buffer, and numbers of launches
         self._places: dict[tuple[int, int | None], list[tuple[int, int]]] = {}
         for number, launch in enumerate(entry.launches):
-            for pointer in launch.args:
-                if not isinstance(pointer, Pointer):
-                    raise KernelError(
-                        f"{launch.kernel} is given numbers, which a kernel of a GPU does not take"
-                    )
+            for pointer in pointers(launch):
                 self._places.setdefault((pointer.buffer, launch.slot), []).append((pointer.offset, number))
         for buffer, slot in self._places:
             self.rebind(buffer, buffers[buffer], slot)
@@ -315,8 +311,8 @@ class MetalRecording:
 
     def _arguments(self, launch: Launch) -> Iterator[tuple[Any, int]]:
         """Metal's buffers and offsets of a launch that runs."""
-        for pointer in launch.args:
-            if isinstance(pointer, Pointer) and (memory := self._memory[pointer.buffer, launch.slot]):
+        for pointer in pointers(launch):
+            if memory := self._memory[pointer.buffer, launch.slot]:
                 yield self._device.memory(memory), pointer.offset
 
     def _sizes(self, launch: Launch, tokens: int) -> tuple[Any, Any]:
