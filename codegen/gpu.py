@@ -32,7 +32,7 @@ from zllmc.zllm_ir.gpu_kernel import GpuKernel
 from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, Operand, symbol
 
 MAX_UNITS = 8  # vector units of a block
-BLOCKS_PER_MULTIPROCESSOR = 4  # of a linear on matrix units: while some load, others multiply
+RESIDENT = 3  # blocks of a linear on matrix units that a multiprocessor has: some load, others multiply
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ def kernel_source(call: KernelCall, target: GpuTarget) -> Source:
         if call.op == "linear":
             matrix = _matrix_unit(call, target)
             blocks, units = _linear_grid(call, target, matrix)
-            return print_source(linear(call, _UNIT, units, name, matrix), dialect, blocks, units)
+            function = linear(call, _UNIT, units, name, matrix)
+            return print_source(function, dialect, blocks, units, 1 if matrix is None else RESIDENT)
         if call.op not in FAMILIES:
             known = ", ".join(sorted([*FAMILIES, "linear"]))
             raise ZllmcError(f"no GPU kernel for op {call.op!r}; there are kernels for {known}")
@@ -130,7 +131,7 @@ def _linear_grid(call: KernelCall, target: GpuTarget, matrix: MatrixUnit | None)
     rows, columns = (int(d) for d in call.operands[1].type.shape)  # type: ignore[union-attr]
     if matrix is not None:
         down = -(-rows // matrix_gpu.ROWS)
-        blocks = min(BLOCKS_PER_MULTIPROCESSOR * target.product.multiprocessors, 8 * down)
+        blocks = min(RESIDENT * target.product.multiprocessors, 8 * down)
         return blocks, matrix_gpu.SUBGROUPS * target.subgroup // LANES
     units = max(1, min(MAX_UNITS, columns // (2 * UNIT)))
     return -(-rows // LANES), -(-units * LANES // target.subgroup) * target.subgroup // LANES

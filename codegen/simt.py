@@ -74,15 +74,16 @@ class Source:
     shared_bytes: int  # of a block
 
 
-def print_source(function: Any, dialect: Dialect, blocks: int, units: int) -> Source:
-    """The source of a TIR function for `blocks` blocks of `units` vector units each.
+def print_source(function: Any, dialect: Dialect, blocks: int, units: int, resident: int = 1) -> Source:
+    """The source of a TIR function for `blocks` blocks of `units` vector units each. A multiprocessor shall
+    have registers for `resident` blocks at a time.
 
     Raises IRError for TIR that has no counterpart on a GPU.
     """
     # Which arguments are written, and which buffers are indexed, is known at the end only.
-    probe = _Printer(dialect, blocks, units, set(), None)
+    probe = _Printer(dialect, blocks, units, resident, set(), None)
     probe.print(function)
-    return _Printer(dialect, blocks, units, probe.written, probe.x.indexed).print(function)
+    return _Printer(dialect, blocks, units, resident, probe.written, probe.x.indexed).print(function)
 
 
 @dataclass
@@ -90,6 +91,7 @@ class _Printer:
     dialect: Dialect
     blocks: int
     units: int
+    resident: int
     written: set[str]  # arguments and arrays that are stored through
     arrays: set[Any] | None  # buffers on the stack that aren't registers; all where unknown
     lines: list[str] = field(default_factory=list)
@@ -141,7 +143,7 @@ class _Printer:
             ]
             opening, inside, block = "kernel void", "int(thread_position)", "int(block_position.x)"
         else:
-            opening = f'extern "C" __global__ void __launch_bounds__({self.units * LANES}, 1)'
+            opening = f'extern "C" __global__ void __launch_bounds__({self.units * LANES}, {self.resident})'
             inside, block = "int(threadIdx.x)", "int(blockIdx.x)"
         return [
             f"{opening} {name}({', '.join(arguments)}) {{",

@@ -81,6 +81,7 @@ def test_products_of_each_instruction_are_those_of_the_description(name, emulato
     for source, call in zip(sources, CALLS, strict=True):
         for tokens in (15, 16, 65):
             check(device, source, call, tokens)
+    check(device, sources[0], CALLS[0], 64 * sources[0].blocks + 1)  # a block gets a second tile
 
 
 # All of them take eight instructions for 32 columns of a subgroup's part of a tile.
