@@ -1,14 +1,20 @@
 """Attention kernels against the ops' references, over KV buffers whose unused slots hold NaN."""
 
+import ctypes
 import re
 
 import numpy as np
 import pytest
 
-from harness import RUNNABLE, assembly, calls, control, operand, read_activations, run
+from harness import NATIVE, RUNNABLE, assembly, calls, compiled, control, operand, read_activations, run
 from kv_buffers import State, kv_buffer
 from zllmc.codegen.attention import attention_rows
-from zllmc.codegen.attention_decode import attention_merge, attention_merge_quantize, attention_partial
+from zllmc.codegen.attention_decode import (
+    attention_merge,
+    attention_merge_quantize,
+    attention_partial,
+    tiles_of,
+)
 from zllmc.targets.cpu import TARGETS
 from zllmc.zllm_ir import attention_ops, fused_ops, ops
 from zllmc.zllm_ir.errors import IRError
@@ -188,6 +194,37 @@ def test_a_part_without_keys_says_so(target):
     assert (maxima[:, 2:] == -np.inf).all()
     assert (sums[:, 2:] == 0).all()
     assert (outputs[:, 2 * 64 :] == 0).all()
+
+
+@on_targets
+@pytest.mark.parametrize("rows", range(1, 14))
+def test_every_number_of_heads_that_share_keys(target, rows):
+    """They are cut into register tiles of two sizes."""
+    Case((rows, 1, 32), "f16", 1, 130).check_partial(target, 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(1, [1]), (6, [6]), (7, [4, 3]), (13, [5, 4, 4]), (16, [6, 5, 5])]
+)
+def test_rows_are_cut_into_tiles_of_about_one_size(rows, sizes):
+    tiles = tiles_of(rows, most=6)
+    assert [t.rows for t in tiles for _ in range(t.count)] == sizes
+    assert [t.first for t in tiles] == [0, tiles[0].rows * tiles[0].count][: len(tiles)]
+
+
+@pytest.mark.parametrize(("threads", "shares"), [(2, [3, 2]), (4, [2, 1, 1, 1])])
+def test_threads_share_the_parts_that_have_keys(threads, shares):
+    """320 keys are 5 parts of 64: the other 3 of 8 have none."""
+    case = Case((4, 1, 64), "f16", 1, 319)
+    call = case.call("attention_partial", 1, Operand(TensorType("f32", (4, 8 * 66)), 8 * 66), splits=8)
+    kernel = compiled(attention_partial, call, NATIVE[-1])["kernel"]
+    found = []
+    for thread in range(threads):
+        parts = np.full((4, 8 * 66), np.nan, np.float32)
+        arrays = (case.control, np.ascontiguousarray(case.q), case.buffer, parts)
+        kernel(thread, threads, *(ctypes.c_void_p(a.ctypes.data) for a in arrays))
+        found.append(int(np.isfinite(parts[0, 8 * 64 : 8 * 65]).sum()))
+    assert found == shares
 
 
 @on_targets
