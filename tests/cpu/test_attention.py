@@ -196,16 +196,7 @@ def test_a_part_without_keys_says_so(target):
     assert (outputs[:, 2 * 64 :] == 0).all()
 
 
-@on_targets
-@pytest.mark.parametrize("rows", range(1, 14))
-def test_every_number_of_heads_that_share_keys(target, rows):
-    """They are cut into register tiles of two sizes."""
-    Case((rows, 1, 32), "f16", 1, 130).check_partial(target, 2)
-
-
-@pytest.mark.parametrize(
-    ("rows", "sizes"), [(1, [1]), (6, [6]), (7, [4, 3]), (13, [5, 4, 4]), (16, [6, 5, 5])]
-)
+@pytest.mark.parametrize(("rows", "sizes"), [(1, [1]), (6, [6]), (7, [4, 3]), (13, [5, 4, 4])])
 def test_rows_are_cut_into_tiles_of_about_one_size(rows, sizes):
     tiles = tiles_of(rows, most=6)
     assert [t.rows for t in tiles for _ in range(t.count)] == sizes
