@@ -131,7 +131,8 @@ def _linear_grid(call: KernelCall, target: GpuTarget, matrix: MatrixUnit | None)
     rows, columns = (int(d) for d in call.operands[1].type.shape)  # type: ignore[union-attr]
     if matrix is not None:
         down = -(-rows // matrix_gpu.ROWS)
-        blocks = min(RESIDENT * target.product.multiprocessors, 8 * down)
+        # A pass has 512 tokens at most, whose tiles all get a block where there is room.
+        blocks = min(RESIDENT * target.product.multiprocessors, 512 // matrix_gpu.ROWS * down)
         return blocks, matrix_gpu.SUBGROUPS * target.subgroup // LANES
     units = max(1, min(MAX_UNITS, columns // (2 * UNIT)))
     return -(-rows // LANES), -(-units * LANES // target.subgroup) * target.subgroup // LANES

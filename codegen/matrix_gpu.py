@@ -310,7 +310,7 @@ class MatrixTiles:
             chunk = column // self._const(_CHUNK)
             place = self._place(row, broadcast(unit * (UNIT // _CHUNK), lanes) + chunk)
             place = place + column % self._const(_CHUNK) // self._const(4)
-            word = self._tile["codes"].buffer[place + broadcast(first * _ROW_WORDS, lanes)]
+            word = bind(self._tile["codes"].buffer[place + broadcast(first * _ROW_WORDS, lanes)])
             if half is not None:
                 word = tirx.Select(chunk == self._const(half), word, const(0, "uint32", lanes))
             words.set(i, word)
