@@ -1,19 +1,22 @@
 """The linear family on a GPU: y = alpha · (x · Wᵀ) + bias + residual, straight from packed weights.
 
 The arithmetic is the CPU's (`block_sums`): a lane holds a row of W. What differs is how the work is cut. One
-row of x is shared by the units of a block, which take parts of the columns and meet in shared memory, so that
-enough loads are in flight; many rows of x go in tiles whose sums stay in registers, a unit for each tile and
-group of weight rows; or, where there is a matrix unit and enough of them, as `matrix_gpu` does.
+row of x, or a few, are shared by the units of a block, which take parts of the columns and meet in shared
+memory, so that enough loads are in flight. Many are multiplied by `matrix_gpu`; where there is no matrix unit
+for them, they go in tiles whose sums stay in registers, a unit for each tile and group of weight rows.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from zllmc.codegen import matrix_gpu
 from zllmc.codegen.block_sums import BlockSums
 from zllmc.codegen.dot import Dot
 from zllmc.codegen.grid_codes import load_plain
@@ -62,17 +65,19 @@ def linear(
         stride = activation_row_bytes(columns) // 4 if quantized else x.stride
         groups = _Groups(call, layout, Dot(target), given, stride)
         if x.single_row:
-            groups.split(kernel, units)
+            partial = block_array("float32", units * target.lanes)
+            groups.split(kernel, units, partial, const(1, "int32"), 1)
         else:
             tokens = bind(row_count(x, given["control"]))
             if matrix is None:
                 groups.tiles(kernel, tokens)
             else:
+                shared = block_array("uint32", matrix_gpu.SHARED_WORDS)
                 tiles = MatrixTiles(layout, groups.dot, matrix, given, stride, groups.finish)
                 choose(
                     tokens < FEW_ROWS,
-                    lambda: groups.tiles(kernel, tokens),
-                    lambda: tiles.run(kernel, tokens, units),
+                    lambda: groups.split(kernel, units, shared.view("float32"), tokens, ROW_TILE),
+                    lambda: tiles.run(kernel, tokens, units, shared),
                 )
     return kernel.function
 
@@ -87,26 +92,30 @@ class _Groups:
     memory: dict[str, Memory]
     x_stride: int  # 4-byte words
 
-    def split(self, kernel: Kernel, units: int) -> None:
-        """The only row of x: a block takes a group at a time, its units take parts of the columns."""
+    def split(self, kernel: Kernel, units: int, partial: Memory, tokens: Expr, count: int) -> None:
+        """Few rows of x, `count` at a time: a block takes them and a group of weight rows, its units take
+        parts of the columns and meet in its array `partial`. A short last tile repeats the last row."""
         lanes = self.dot.lanes
-        partial = block_array("float32", units * lanes)
         unit = bind(tirx.truncmod(kernel.thread, units))
         block, blocks = bind(tirx.truncdiv(kernel.thread, units)), tirx.truncdiv(kernel.threads, units)
-        rounds = tirx.truncdiv(self.layout.groups - 1 - block, blocks) + 1
-        with serial(0, rounds) as round:
-            group = bind(block + round * blocks)
-            pieces = self.layout.columns // (UNIT if self.layout.format.plain else self.layout.format.block)
-            begin = bind(tirx.truncdiv(unit * pieces, units))
-            end = bind(tirx.truncdiv((unit + 1) * pieces, units))
-            (total,) = self._sums(group, [const(0, "int32")], begin, end)
-            partial.store(unit * lanes, total)
+        pieces = self.layout.columns // (UNIT if self.layout.format.plain else self.layout.format.block)
+        begin = bind(tirx.truncdiv(unit * pieces, units))
+        end = bind(tirx.truncdiv((unit + 1) * pieces, units))
+        tiles = bind(tirx.truncdiv(tokens + (count - 1), count))
+        with serial(0, tirx.truncdiv(tiles * self.layout.groups - 1 - block + blocks, blocks)) as round:
+            item = bind(block + round * blocks)
+            group = bind(tirx.truncdiv(item, tiles))
+            first = bind((item - group * tiles) * count)
+            rows = [bind(tirx.min(first + i, tokens - 1)) for i in range(count)]
+            totals = self._sums(group, [bind(row * self.x_stride) for row in rows], begin, end)
+            for i, total in enumerate(totals):
+                partial.store((i * units + unit) * lanes, total)
             barrier()
-            with when(unit < 1):
-                total = partial.load(0, lanes)
-                for other in range(1, units):
-                    total = total + partial.load(other * lanes, lanes)
-                self.finish(group, 0, bind(total))
+            with serial(0, -(-count // units)) as turn:
+                row = bind(turn * units + unit)
+                with when(tirx.all(row < count, first + row < tokens)):
+                    parts = [partial.load((row * units + other) * lanes, lanes) for other in range(units)]
+                    self.finish(group, bind(first + row), bind(functools.reduce(operator.add, parts)))
             barrier()
 
     def tiles(self, kernel: Kernel, tokens: Expr) -> None:

@@ -51,6 +51,7 @@ _CHUNK = 16  # codes that are moved at once
 _ROW_CHUNKS = UNITS * UNIT // _CHUNK
 _ROW_WORDS = UNITS * UNIT // 4
 _SWIZZLE = 8  # rows
+SHARED_WORDS = 2 * ROWS * _ROW_WORDS
 
 Finish = Callable[[Expr, Expr, Expr], None]  # stores the totals of a group of weight rows and a row of x
 
@@ -143,12 +144,12 @@ class MatrixTiles:
         """Units of columns."""
         return self.layout.columns // UNIT
 
-    def run(self, kernel: Kernel, tokens: Expr, units: int) -> None:
-        """All tiles for `tokens` rows of x, by blocks of `units` vector units."""
+    def run(self, kernel: Kernel, tokens: Expr, units: int, shared: Memory) -> None:
+        """All tiles for `tokens` rows of x, by blocks of `units` vector units, which share SHARED_WORDS."""
         lanes = self.dot.lanes
         size = UNITS * ROWS
         self._tile = {
-            "codes": block_array("uint32", 2 * ROWS * _ROW_WORDS),  # of W, then of x
+            "codes": shared,  # of W, then of x
             "scales": block_array("float32", (self._parts + self._minima) * size),
             "x_scales": block_array("float32", (1 + self._minima) * size),
         }
