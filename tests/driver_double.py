@@ -18,8 +18,9 @@ KERNEL = ctypes.CFUNCTYPE(
 
 def compile_double(kind: str, cache: Path) -> Path:
     """The library that stands for that of `kind`."""
-    text = Path(__file__).with_suffix(".cpp").read_text()
-    return compile_library([text], ["-DHIP"] if kind == "rocm" else [], [], cache)
+    source = Path(__file__).with_suffix(".cpp")
+    flags = [f"-I{source.parent}", *(["-DHIP"] if kind == "rocm" else [])]
+    return compile_library([source.read_text()], flags, [source.with_suffix(".h")], cache)
 
 
 class Double:
