@@ -21,9 +21,11 @@ LARGEST_PAIR = 2 * 127  # of two activations
 
 
 class Dot:
-    """The instructions of `target`, and how codes must be represented for them."""
+    """The instructions of `target`, and how codes must be represented for them. `exact`: `values` are the
+    weights' integers, whatever that costs."""
 
-    def __init__(self, target: VectorTarget) -> None:
+    def __init__(self, target: VectorTarget, *, exact: bool = False) -> None:
+        self._exact = exact
         self.kind = "sdot" if target.dot == "dot4" else target.dot
         self._gpu = target.dot == "dot4"  # the same products, as functions of the prelude
         self.lanes = target.lanes
@@ -40,7 +42,12 @@ class Dot:
         below = 0  # bits of the planes so far
         for plane in layout.plane_bits:
             size = 4 * self.lanes
-            vectors = [bind(codes.load(at + below * size + v * size, size)) for v in range(plane)]
+            run = min(layout.run, plane)
+            vectors = [
+                vector
+                for v in range(0, plane, run)
+                for vector in self._vectors(codes, at + (below + v) * size, run)
+            ]
             for step in range(STEPS):
                 part = bit_field(vectors[step % plane], step // plane * plane, plane, below)
                 steps[step] = part if steps[step] is None else steps[step] | part
@@ -49,11 +56,24 @@ class Dot:
             return [self._lookup(layout.codes.table, step) for step in steps]
         return steps
 
+    def _vectors(self, codes: Memory, at: Expr, run: int) -> list[Expr]:
+        """`run` vectors of codes, whose bytes of one row lie side by side."""
+        size = 4 * self.lanes
+        loaded = bind(codes.load(at, run * size))
+        if run == 1:
+            return [loaded]
+        words = bits(loaded, f"uint32x{run * self.lanes}")
+        return [
+            bind(bits(T.Shuffle([words], [*range(i, run * self.lanes, run)]), f"uint8x{size}"))
+            for i in range(run)
+        ]
+
     def values(self, layout: PackedLayout, step: Expr) -> Expr:
         """A step's codes as the dot product wants them; see `offset` for what they exceed the weights by."""
         size = 4 * self.lanes
         if self.kind == "sdot":
-            return bits(step, f"int8x{size}") - const(layout.codes.zero, "int8", size)
+            values = bits(step, f"int8x{size}")
+            return values if self.offset(layout) else values - const(layout.codes.zero, "int8", size)
         if self.kind == "vnni" and self.signed(layout):
             return step ^ const(0x80, "uint8", size)
         return step
@@ -66,7 +86,9 @@ class Dot:
     def offset(self, layout: PackedLayout) -> int:
         """`values` minus the weight's integer: a constant that the sums of activations take out again."""
         if self.kind == "sdot":
-            return 0
+            # On a GPU, taking bytes apart to subtract costs more than the sums do.
+            unsigned = self._gpu and not self._exact and not self.signed(layout)
+            return layout.codes.zero if unsigned else 0
         return 128 if self.kind == "vnni" and self.signed(layout) else layout.codes.zero
 
     def _lookup(self, table: Sequence[int], index: Expr) -> Expr:

@@ -73,7 +73,7 @@ def linear(
                 groups.tiles(kernel, tokens)
             else:
                 shared = block_array("uint32", matrix_gpu.SHARED_WORDS)
-                tiles = MatrixTiles(layout, groups.dot, matrix, given, stride, groups.finish)
+                tiles = MatrixTiles(layout, Dot(target, exact=True), matrix, given, stride, groups.finish)
                 choose(
                     tokens < FEW_ROWS,
                     lambda: groups.split(kernel, units, shared.view("float32"), tokens, ROW_TILE),

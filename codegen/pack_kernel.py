@@ -13,7 +13,7 @@ says the same in numpy, and is what tests compare with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tvm import tirx
@@ -139,15 +139,27 @@ def _codes(layout: PackedLayout, source: _Block) -> Iterator[Expr]:
         match codes:
             case Field(planes=planes):
                 for plane in planes:
-                    for vector in range(plane.bits):
-                        yield source.gather(_interleave(plane.at[unit], plane.bits, vector))
+                    words = (
+                        source.gather(_interleave(plane.at[unit], plane.bits, vector))
+                        for vector in range(plane.bits)
+                    )
+                    yield from _runs(words, min(layout.run, plane.bits), len(source.rows))
             case Grid(signs=signs):
                 yield from _indices(layout, codes, source, start // UNIT)
                 if signs is not None:
                     yield _signs(signs, source, unit)
             case Trits(byte=byte, digit=digit):
-                for vector in range(2):
-                    yield _trits(byte[unit], digit[unit], source, vector)
+                trits = (_trits(byte[unit], digit[unit], source, vector) for vector in range(2))
+                yield from _runs(trits, min(layout.run, 2), len(source.rows))
+
+
+def _runs(pieces: Iterable[Expr], run: int, rows: int) -> Iterator[Expr]:
+    """Pieces of 4 bytes of every row, `run` of them side by side for each row."""
+    words = list(pieces)
+    for first in range(0, len(words), run):
+        together = words[first : first + run]
+        order = [4 * (rows * i + row) + byte for row in range(rows) for i in range(run) for byte in range(4)]
+        yield bind(tirx.Shuffle(together, order)) if run > 1 else together[0]
 
 
 def _interleave(at: Sequence[int | None], width: int, vector: int) -> list[int | None]:

@@ -6,7 +6,8 @@ row and a dot product needs no horizontal sum:
     group g:  [codes][scales], padded to 64 bytes
     codes:    units of 32 columns; each unit: for each plane of `bits` bits, `bits` vectors of 4·lanes bytes.
               Byte 4·r + j of the vector of step s is column 4·s + j of row r, and step s of the unit's 8
-              lies in vector s % bits, at bit (s // bits) · bits.
+              lies in vector s % bits, at bit (s // bits) · bits. For 32 lanes, up to four vectors lie row by
+              row: 16 bytes of a row at a time.
               A grid's signs are a plane of 1 bit. Its indices come before: [index of the unit][lanes] low
               bytes, then [lanes] u8 or u16 with the bits above 8 of all of the unit's indices, the first
               index lowest; a shift is one more bit above its index's.
@@ -61,6 +62,12 @@ class PackedLayout:
                 raise ZllmcError(f"no CPU kernel for {fmt.name}: several scales of {fmt.sub_block} columns")
         if self.columns % max(fmt.block, 1):
             raise ZllmcError(f"{fmt.name}: {self.columns} columns are no multiple of {fmt.block}")
+
+    @property
+    def run(self) -> int:
+        """Vectors of a plane whose bytes of one row lie side by side, if it has as many: a GPU's lane loads
+        16 bytes at once."""
+        return 4 if self.lanes == 32 else 1
 
     @property
     def row_pad(self) -> int:
@@ -206,7 +213,9 @@ def _interleave(layout: PackedLayout, values: NDArray[Any], bits: int, groups: i
     packed = steps[:, :, :, 0].copy()
     for high in range(1, STEPS // bits):
         packed |= steps[:, :, :, high] << (high * bits)
-    return packed.transpose(0, 2, 3, 1, 4).reshape(groups, units, -1)
+    run = min(layout.run, bits)
+    runs = packed.reshape(groups, lanes, units, bits // run, run, 4)
+    return runs.transpose(0, 2, 3, 1, 4, 5).reshape(groups, units, -1)
 
 
 def _pack_indices(

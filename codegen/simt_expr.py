@@ -238,6 +238,9 @@ class Expressions:
         vectors, words = self._all(node.vectors), of(node.vectors[0])
         n = words.elements
         if words.each > 1:
+            first = indices[0]
+            if words.size == 4 and indices == [*range(first, n, words.each)]:
+                return f"{vectors[0]}.{'xyzw'[first]}"  # one word of each lane
             raise IRError("no GPU source for a shuffle of packed elements")
 
         def together(text: str) -> str:

@@ -103,9 +103,10 @@ class Words:
         return MEMORY_TYPES[self.element] if self.each == 1 else self._word("unsigned short")
 
     def _word(self, half: str) -> str:
-        if self.lane_bytes not in (2, 4):
+        words = {2: half, 4: "unsigned", 8: "uint2", 16: "uint4"}
+        if self.lane_bytes not in words:
             raise IRError(f"no GPU source for {self.dtype}: {self.lane_bytes} bytes a lane")
-        return half if self.lane_bytes == 2 else "unsigned"
+        return words[self.lane_bytes]
 
     def repeat(self, value: int) -> int:
         """`value` in every element of the word."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.matrix_unit import MatrixInstruction
@@ -42,7 +43,7 @@ class GpuTarget:
 
     kind: str
     name: str
-    dialect: str
+    dialect: Literal["cuda", "hip", "metal"]
     subgroup: int
     dot4: str | None
     matrix: tuple[MatrixInstruction, ...]
