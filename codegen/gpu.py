@@ -32,6 +32,7 @@ from zllmc.zllm_ir.gpu_kernel import GpuKernel
 from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, Operand, symbol
 
 MAX_UNITS = 8  # vector units of a block
+GEMV_UNITS = 16  # of one that multiplies a single row: so many loads must be in flight to fill the memory
 RESIDENT = 3  # blocks of a linear on matrix units that a multiprocessor has: some load, others multiply
 
 
@@ -134,7 +135,8 @@ def _linear_grid(call: KernelCall, target: GpuTarget, matrix: MatrixUnit | None)
         # A pass has 512 tokens at most, whose tiles all get a block where there is room.
         blocks = min(RESIDENT * target.product.multiprocessors, 512 // matrix_gpu.ROWS * down)
         return blocks, matrix_gpu.SUBGROUPS * target.subgroup // LANES
-    units = max(1, min(MAX_UNITS, columns // (2 * UNIT)))
+    most = GEMV_UNITS if call.results[0].single_row else MAX_UNITS
+    units = max(1, min(most, columns // (2 * UNIT)))
     return -(-rows // LANES), -(-units * LANES // target.subgroup) * target.subgroup // LANES
 
 
