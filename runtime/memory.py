@@ -37,14 +37,17 @@ class Memory:
         return np.ndarray(shape, dtype, self._data, offset)
 
 
-def allocate(size: int) -> Memory:
-    """Zeroed memory, on a page boundary, in huge pages where the system has them.
+def allocate(size: int, *, huge: bool = False) -> Memory:
+    """Zeroed memory, on a page boundary; with `huge` in huge pages where the system has them.
 
-    Pages become real when first touched, so a large buffer that is partly used costs only that part.
+    Pages become real when first touched, so a large buffer that is partly used costs only that part. A huge
+    page is 2 MiB of it: good for what is used as a whole.
     """
-    if size < _HUGE_PAGE:
-        return Memory(np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)[:size])
-    pages = mmap.mmap(-1, size + _HUGE_PAGE)
+    # Python's own default is shared memory, which most systems keep in small pages whatever they are told.
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    if size < _HUGE_PAGE or not huge:
+        return Memory(np.frombuffer(mmap.mmap(-1, max(size, 1), **private), np.uint8)[:size])
+    pages = mmap.mmap(-1, size + _HUGE_PAGE, **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without transparent huge pages: small pages work too
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -66,7 +69,7 @@ def map_file(path: Path, *, copy: bool = False, threads: int = 4) -> Memory:
             return allocate(0)
         if not copy:
             return Memory(np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8))
-    memory = allocate(size)
+    memory = allocate(size, huge=True)
     target = memory.view(np.uint8, (size,))
     chunk = 64 << 20
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 from zllmc.runtime.memory import allocate, map_file
 from zllmc.runtime.processors import physical_cores, processors
 
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
 
 @pytest.mark.parametrize("size", [1, 4096, (2 << 20) - 1, 2 << 20, 5 << 20])
 def test_allocation_is_aligned_and_zero(size):
-    memory = allocate(size)
+    memory = allocate(size, huge=True)
     assert memory.size == size
     assert memory.address % (4096 if size < 2 << 20 else 2 << 20) == 0
     view = memory.view(np.uint8, (size,))
@@ -84,3 +87,19 @@ def test_only_allowed_processors_count():
         assert physical_cores() == 1
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.is_file() or "[never]" in HUGE_PAGES.read_text(), reason="the system has no huge pages"
+)
+def test_weights_lie_in_huge_pages(tmp_path):
+    (tmp_path / "weights.bin").write_bytes(bytes(range(256)) * (64 << 10))
+    memory = map_file(tmp_path / "weights.bin", copy=True)
+    mappings = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+
+    def holds(mapping: str) -> bool:
+        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", mapping)
+        return span is not None and int(span[1], 16) <= memory.address < int(span[2], 16)
+
+    (mapping,) = filter(holds, mappings)
+    assert int(re.search(r"AnonHugePages:\s+(\d+) kB", mapping)[1]) >= 2048
