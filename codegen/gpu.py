@@ -87,24 +87,32 @@ def build_kernel(call: KernelCall, target: GpuTarget) -> bytes:
 
 def kernel_source(call: KernelCall, target: GpuTarget) -> Source:
     """The source of the call's kernel; a ZllmcError that names the op where there is none."""
-    dialect, name = DIALECTS[target.dialect], symbol(call)
+    dialect = DIALECTS[target.dialect]
     try:
+        function = kernel_function(call, target)
         if call.op == "linear":
             matrix = _matrix_unit(call, target)
             blocks, units = _linear_grid(call, target, matrix)
-            function = linear(call, _UNIT, units, name, matrix)
             return print_source(function, dialect, blocks, units, 1 if matrix is None else RESIDENT)
-        if call.op not in FAMILIES:
-            known = ", ".join(sorted([*FAMILIES, "linear"]))
-            raise ZllmcError(f"no GPU kernel for op {call.op!r}; there are kernels for {known}")
-        family, unit = FAMILIES[call.op]
-        function = family(call, unit, name)
         stack = print_source(function, dialect, 1, 1).shared_bytes
         units = _block_units(stack, target)
         blocks = max(1, min(2 * target.product.multiprocessors, -(-_work(call) // units)))
         return print_source(function, dialect, blocks, units)
     except ZllmcError as error:
         raise ZllmcError(f"{call.op} for {target}: {error}") from error
+
+
+def kernel_function(call: KernelCall, target: GpuTarget) -> Any:
+    """The TIR function that is printed."""
+    if call.op == "linear":
+        matrix = _matrix_unit(call, target)
+        _, units = _linear_grid(call, target, matrix)
+        return linear(call, _UNIT, units, symbol(call), matrix)
+    if call.op not in FAMILIES:
+        known = ", ".join(sorted([*FAMILIES, "linear"]))
+        raise ZllmcError(f"no GPU kernel for op {call.op!r}; there are kernels for {known}")
+    family, unit = FAMILIES[call.op]
+    return family(call, unit, symbol(call))
 
 
 def _block_units(stack: int, target: GpuTarget) -> int:

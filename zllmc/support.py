@@ -7,10 +7,13 @@ from dataclasses import asdict, dataclass
 
 import zllmc.zllm_ir.ops  # noqa: F401  (registers the ops)
 from zllmc.codegen.cpu import family_of
+from zllmc.codegen.gpu import kernel_function
 from zllmc.frontends.gguf import GGML_TYPES
 from zllmc.passes.lower import lower
 from zllmc.passes.pipeline import run_passes
+from zllmc.targets import Target, all_targets, cuda, metal, rocm
 from zllmc.targets.cpu import TARGETS, CpuTarget, detect
+from zllmc.targets.gpu import GpuTarget
 from zllmc.wording import table
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.formats import FORMATS
@@ -19,6 +22,14 @@ from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
 from zllmc.zllm_ir.types import T, TensorType
 
 _WIDTH = 256  # of the probe: whole blocks of every format
+
+# The columns of the matrix. GPUs of a kind differ in limits and matrix instructions, not in formats.
+PROBED: tuple[Target, ...] = (
+    *TARGETS.values(),
+    cuda.TARGETS["sm_90"],
+    rocm.TARGETS["gfx1100"],
+    metal.TARGETS["apple9"],
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class Support:
     default_path: bool
 
 
-def support(format: str, target: CpuTarget) -> Support:
+def support(format: str, target: Target) -> Support:
     """Probes the compiler with a model of one matrix product."""
     reference = format in FORMATS
     return Support(
@@ -54,7 +65,7 @@ def support(format: str, target: CpuTarget) -> Support:
 def matrix() -> list[Support]:
     """Every known format on every target."""
     formats = [*FORMATS, *(type.name for type in GGML_TYPES.values() if type.name not in FORMATS)]
-    return [support(format, target) for format in formats for target in TARGETS.values()]
+    return [support(format, target) for format in formats for target in PROBED]
 
 
 def show_targets(*, as_json: bool) -> None:
@@ -68,16 +79,23 @@ def show_targets(*, as_json: bool) -> None:
         print(json.dumps({"host": host, "support": [asdict(cell) for cell in cells]}))
         return
     print("Targets")
-    for target in TARGETS.values():
+    for target in all_targets():
         mark = "  (this machine)" if str(target) == host else ""
-        print(f"  {target}: {target.triple}, needs {', '.join(sorted(target.requires))}{mark}")
+        print(f"  {target}: {_description(target)}{mark}")
     print("\nFormats: parsed by the GGUF reader, computed by the reference interpreter, and for each target:")
     print("whether kernels read it packed, and whether models compiled by default use them")
-    rows = [["format", "parsed", "reference", *map(str, TARGETS.values())]]
+    rows = [["format", "parsed", "reference", *map(str, PROBED)]]
     for format in dict.fromkeys(cell.format for cell in cells):
         of = [cell for cell in cells if cell.format == format]
         rows.append([format, _word(of[0].parsed), _word(of[0].reference), *map(_kernel_words, of)])
     print(table(rows, indent="  "))
+
+
+def _description(target: Target) -> str:
+    if isinstance(target, CpuTarget):
+        return f"{target.triple}, needs {', '.join(sorted(target.requires))}"
+    matrix = ", ".join(dict.fromkeys(instruction.inputs for instruction in target.matrix)) or "none"
+    return f"like {target.product.name}; subgroups of {target.subgroup}, matrix units {matrix}"
 
 
 def _word(state: bool) -> str:
@@ -100,7 +118,7 @@ def _direct_calls(format: str) -> list[KernelCall]:
     ]
 
 
-def _on_default_path(format: str, target: CpuTarget) -> bool:
+def _on_default_path(format: str, target: Target) -> bool:
     for name, tokens in (("decode", 1), ("prefill", None)):
         graph = run_passes(_probe(format), tokens=tokens, context=64)
         lowered = lower(graph, name=name, context=64, max_tokens=tokens or 16, max_rows=1)
@@ -124,9 +142,12 @@ def _probe(format: str) -> Graph:
     return g.finish(g.linear(g.select_rows(g.embedding(tokens, matrix), first_row), matrix))
 
 
-def _builds(call: KernelCall, target: CpuTarget) -> bool:
+def _builds(call: KernelCall, target: Target) -> bool:
     try:
-        family_of(call.op)(call, target, "probe")
+        if isinstance(target, GpuTarget):
+            kernel_function(call, target)
+        else:
+            family_of(call.op)(call, target, "probe")
     except ZllmcError:
         return False
     return True
