@@ -107,7 +107,7 @@ def test_an_interrupted_compile_leaves_nothing_that_loads(
     command = [*COMMAND, "compile", str(gguf), "-o", str(output)]
     child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     end = time.monotonic() + 60
-    while not list(tmp_path.glob(".out.zllm-*/kernels/*.o")):
+    while not list(tmp_path.glob(".out.zllm-*")):  # there while kernels are built, which takes seconds
         assert child.poll() is None and time.monotonic() < end
         time.sleep(0.01)
     child.send_signal(number)

@@ -255,10 +255,9 @@ print(device.read(x, numpy.float32, (128,)).sum())
 @pytest.mark.parametrize("kind", ["cuda", "rocm"])
 def test_the_library_is_found_where_the_system_has_it(kind, libraries, tmp_path):
     (tmp_path / VENDORS[kind].libraries[0]).symlink_to(libraries[kind])
-    command = [sys.executable, "-c", OPEN, kind, ARCHITECTURE[kind]]
-    done = subprocess.run(
-        command, env={"LD_LIBRARY_PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-P", "-c", OPEN, kind, ARCHITECTURE[kind]]
+    environment = {"LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "256.0\n", done.stderr
 
 
