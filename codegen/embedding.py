@@ -7,10 +7,10 @@ from typing import Any
 from tvm.script.ir_builder import tirx as T
 
 from zllmc.codegen.dot import Dot
-from zllmc.codegen.grid_codes import load_scale
+from zllmc.codegen.grid_codes import load_plain, load_scale
 from zllmc.codegen.packing import STEPS, UNIT, PackedLayout, layout_of
 from zllmc.codegen.rows import row_count, share
-from zllmc.codegen.tir import Expr, Kernel, Memory, bind, bits, broadcast, cast, const, local, serial
+from zllmc.codegen.tir import Expr, Kernel, Memory, bind, broadcast, cast, const, local, serial
 from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
@@ -103,11 +103,5 @@ class _Row:
 
     def _column(self, record: Memory, lane: Expr, column: Expr, out_at: Expr) -> None:
         at = column * self.dot.lanes + lane
-        match self.layout.format.plain:
-            case "f32":
-                w = record.view("float32").load(at)
-            case "f16":
-                w = cast(record.view("float16").load(at), "float32")
-            case _:
-                w = bits(cast(record.view("uint16").load(at), "uint32") << const(16, "uint32"), "float32")
+        w = load_plain(record, at, 1, self.layout.format.plain)
         self.out.store(out_at + column, w * const(self.scale, "float32"))

@@ -96,7 +96,7 @@ def load_scale(memory: Memory, at: Expr, lanes: int, number: Float) -> Expr:
     return value if number.factor == 1 else value * const(number.factor, "float32", lanes)
 
 
-def load_plain(memory: Memory, at: Expr, lanes: int, kind: str) -> Expr:
+def load_plain(memory: Memory, at: Expr, lanes: int, kind: str | None) -> Expr:
     """`lanes` weights of a plain float format (`kind`: f32, f16 or bf16) from element `at` on, as f32."""
     match kind:
         case "f32":

@@ -14,6 +14,7 @@ from tvm.script.ir_builder import tirx as T
 
 from zllmc.codegen.block_sums import Activations, BlockSums
 from zllmc.codegen.dot import Dot
+from zllmc.codegen.grid_codes import load_plain
 from zllmc.codegen.linear_tiles import Tiles
 from zllmc.codegen.packing import UNIT, PackedLayout, layout_of
 from zllmc.codegen.rows import row_count, share
@@ -23,9 +24,7 @@ from zllmc.codegen.tir import (
     Memory,
     Register,
     bind,
-    bits,
     broadcast,
-    cast,
     const,
     local,
     prefetch,
@@ -214,7 +213,7 @@ class _Groups:
                 self._prefetch(record, k, columns=depth)
             for j in range(depth):
                 column = k * depth + j
-                w = bind(self._float(record, column))
+                w = bind(load_plain(record, column * lanes, lanes, self.layout.format.plain))
                 for row, accumulators in zip(rows, sums, strict=True):
                     acc = accumulators[j % chains]
                     acc.set(acc.get() + w * broadcast(self.x.load(row + column), lanes))
@@ -225,16 +224,3 @@ class _Groups:
                 total = total + acc.get()
             totals.append(total)
         return totals
-
-    def _float(self, record: Memory, column: Expr) -> Expr:
-        """One column of the group's rows, as f32."""
-        lanes = self.dot.lanes
-        match self.layout.format.plain:
-            case "f32":
-                return record.view("float32").load(column * lanes, lanes)
-            case "f16":
-                return cast(record.view("float16").load(column * lanes, lanes), "float32")
-            case "bf16":
-                high = cast(record.view("uint16").load(column * lanes, lanes), "uint32")
-                return bits(high << const(16, "uint32", lanes), f"float32x{lanes}")
-        raise ZllmcError(f"no CPU kernel for {self.layout.format.name} weights")

@@ -91,6 +91,15 @@ class Device(Protocol):
     def close(self) -> None: ...
 
 
+def single_launch(
+    kernel: str, grid: tuple[int, int], threads: int, arguments: Sequence[tuple[DeviceBuffer, int]]
+) -> tuple[EntryPoint, list[DeviceBuffer]]:
+    """`Device.launch` as a pass of its own: what a device records and replays."""
+    args = tuple(Pointer(number, offset) for number, (_, offset) in enumerate(arguments))
+    entry = EntryPoint("eager", 1, 1, (Launch(kernel, args, grid=grid, threads=threads),))
+    return entry, [buffer for buffer, _ in arguments]
+
+
 def load_file(device: Device, path: Path) -> DeviceBuffer:
     """The bytes of a file in a buffer of the device, read piece by piece."""
     buffer = device.allocate(max(path.stat().st_size, 1))

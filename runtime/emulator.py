@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from zllmc.runtime.device import DeviceBuffer, KernelError, load_file, pointers
+from zllmc.runtime.device import DeviceBuffer, KernelError, load_file, pointers, single_launch
 from zllmc.runtime.host_compiler import CompileError, compile_library
 from zllmc.runtime.processors import physical_cores
 from zllmc.zllm_ir.errors import ZllmcError
@@ -165,10 +165,7 @@ class EmulatedDevice:
         threads: int,
         arguments: Sequence[tuple[DeviceBuffer, int]],
     ) -> None:
-        args = tuple(Pointer(number, offset) for number, (_, offset) in enumerate(arguments))
-        launch = Launch(kernel, args, grid=grid, threads=threads)
-        entry = EntryPoint("eager", 1, 1, (launch,))
-        self.record(entry, [buffer for buffer, _ in arguments]).replay()
+        self.record(*single_launch(kernel, grid, threads, arguments)).replay()
 
     def record(self, entry: EntryPoint, buffers: Sequence[DeviceBuffer]) -> EmulatedRecording:
         """As `Device.record`. Raises KernelError for a launch that the kernel was not declared for."""

@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from zllmc.runtime.device import DeviceBuffer, KernelError
+from zllmc.runtime.device import DeviceBuffer, KernelError, single_launch
 from zllmc.runtime.driver_api import NO_DEVICE, NON_BLOCKING, OUT_OF_MEMORY, Driver, DriverError, Vendor
 from zllmc.runtime.gpu_graph import Graph
 from zllmc.runtime.gpu_memory import SLOT, DeviceMemory, Staging, attempt
 from zllmc.runtime.gpu_recording import GpuRecording
 from zllmc.zllm_ir.errors import ZllmcError
-from zllmc.zllm_ir.plan import EntryPoint, Launch, Pointer
+from zllmc.zllm_ir.plan import EntryPoint
 
 
 class GpuDevice:
@@ -187,9 +187,7 @@ class GpuDevice:
         threads: int,
         arguments: Sequence[tuple[DeviceBuffer, int]],
     ) -> None:
-        args = tuple(Pointer(number, offset) for number, (_, offset) in enumerate(arguments))
-        entry = EntryPoint("eager", 1, 1, (Launch(kernel, args, grid=grid, threads=threads),))
-        recording = self.record(entry, [buffer for buffer, _ in arguments])
+        recording = self.record(*single_launch(kernel, grid, threads, arguments))
         recording.eager = True
         recording.replay()
 

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from zllmc.runtime.device import DeviceBuffer, KernelError, pointers
+from zllmc.runtime.device import DeviceBuffer, KernelError, pointers, single_launch
 from zllmc.zllm_ir.errors import ZllmcError
-from zllmc.zllm_ir.plan import EntryPoint, Launch, Pointer
+from zllmc.zllm_ir.plan import EntryPoint, Launch
 
 _FAMILY = 1000  # MTLGPUFamilyApple1 is 1001
 _INDIRECT_FROM = 9
@@ -139,9 +139,7 @@ class MetalDevice:
         threads: int,
         arguments: Sequence[tuple[DeviceBuffer, int]],
     ) -> None:
-        args = tuple(Pointer(number, offset) for number, (_, offset) in enumerate(arguments))
-        entry = EntryPoint("eager", 1, 1, (Launch(kernel, args, grid=grid, threads=threads),))
-        recording = self.record(entry, [buffer for buffer, _ in arguments])
+        recording = self.record(*single_launch(kernel, grid, threads, arguments))
         recording.eager = True
         recording.replay()
 
