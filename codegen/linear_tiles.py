@@ -35,8 +35,8 @@ class Tiles:
 
     AVX2 sums products in i16, for as many steps as cannot overflow: a `chunk`. Codes are unsigned then. They
     exceed the weights by `zero`; the sums are still those of the weights, because they start with −zero times
-    the activations that are to come. Signed codes of 8 bits are too large for that: they are `split` in sign
-    and size.
+    the activations that are to come. Signed codes of 8 bits are too large for that: they are `split`, which
+    is to say that their sizes are unpacked beside them, and the activations get their signs.
     """
 
     layout: PackedLayout
@@ -75,8 +75,8 @@ class Tiles:
 
     @property
     def width(self) -> int:
-        """Groups of weight rows in a tile. Split codes need more registers for themselves."""
-        return 1 if self.split else ROW_PAD // self.dot.lanes
+        """Groups of weight rows in a tile."""
+        return ROW_PAD // self.dot.lanes
 
     @property
     def height(self) -> int:
@@ -127,6 +127,8 @@ class Tiles:
         """Of the vectors that a unit is unpacked into. A scale is there once for each chunk."""
         fmt = self.layout.format
         names = [f"code{s}" for s in range(STEPS)]
+        if self.split:
+            names += [f"size{s}" for s in range(STEPS)]
         if self.layout.subs:
             names += [f"scale{c}" for c in range(self.chunks)]
         else:
@@ -137,7 +139,9 @@ class Tiles:
         vectors = {}
         for s, step in enumerate(group.steps(unit)):
             lift = const(self.lift, "uint8", 4 * self.dot.lanes)
-            vectors[f"code{s}"] = bind(step + lift if self.lift else step)
+            vectors[f"code{s}"] = code = bind(step + lift if self.lift else step)
+            if self.split:
+                vectors[f"size{s}"] = self.dot.signed_by(code, code)
         if self.layout.subs:
             scales = group.sub_scales(unit)
             vectors |= {f"scale{c}": scales[c * len(scales) // self.chunks] for c in range(self.chunks)}
@@ -354,15 +358,13 @@ class _Tile:
     def _plus_step(self, sums: Sums, unit: Expr, slot: Expr, step: Expr) -> Sums:
         dot, groups = self.of.dot, range(self.of.width)
         codes = [bind(self.vectors.load(slot, g, "code0", step)) for g in groups]
-        signs = codes if self.of.split else None
-        if signs:
-            codes = [bind(dot.signed_by(sign, sign)) for sign in signs]
+        sizes = [bind(self.vectors.load(slot, g, "size0", step)) for g in groups] if self.of.split else codes
         out: Sums = []
         for r, row in enumerate(self.words):
             x = bind(self.of.x.step(row, unit, step))
-            values = [dot.signed_by(x, sign) for sign in signs] if signs else [x] * len(groups)
+            values = [dot.signed_by(x, code) if self.of.split else x for code in codes]
             before = sums[r] if sums else [None] * len(groups)
-            out.append([bind(dot.plus_products(*each)) for each in zip(before, codes, values, strict=True)])
+            out.append([bind(dot.plus_products(*each)) for each in zip(before, sizes, values, strict=True)])
         return out
 
     def _registers(self, values: Sums) -> list[list[Register]]:
