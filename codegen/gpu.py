@@ -29,11 +29,14 @@ from zllmc.targets.gpu import LANES, GpuTarget
 from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.gpu_kernel import GpuKernel
-from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, Operand, symbol
+from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, KVOperand, Operand, symbol
 
+MAX_TOKENS = 512  # that the grid of a pass over several tokens is made for; more make the units do more
 MAX_UNITS = 8  # vector units of a block
 GEMV_UNITS = 16  # of one that multiplies a single row: so many loads must be in flight to fill the memory
 RESIDENT = 3  # blocks of a linear on matrix units that a multiprocessor has: some load, others multiply
+RESIDENT_UNITS = 32  # that a multiprocessor has of a kernel that only moves its operands
+NORM_COLUMNS = 256  # of a row that is normed, for each of the units that share it
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,18 @@ class VectorUnit:
     registers: int = 32
     dot: str = "dot4"
     float64: bool = False
+    units: int = 1
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A kernel with its grid: blocks of `units` vector units each, of which a multiprocessor shall have
+    registers for `resident`."""
+
+    function: Any
+    blocks: int
+    units: int
+    resident: int = 1
 
 
 _UNIT = VectorUnit()
@@ -57,12 +72,12 @@ FAMILIES: dict[str, tuple[Callable[[KernelCall, VectorTarget, str], Any], Vector
         (attention_decode, _ATTENTION, ("attention_partial", "attention_merge", "attention_merge_quantize")),
         (elementwise, _UNIT, ("activation", "add", "glu", "glu_quantize", "scale", "select_rows", "softcap")),
         (embedding, _UNIT, ("embedding",)),
-        (norm, _UNIT, ("layer_norm", "norm_add", "rms_norm", "rms_norm_quantize")),
         (quantize, _UNIT, ("quantize",)),
         (rope_kv, _UNIT, ("kv_append", "rope", "rope_append", "rope_table")),
     )
     for op in ops
 }
+NORMS = {f.__name__: f for f in (norm.layer_norm, norm.norm_add, norm.rms_norm, norm.rms_norm_quantize)}
 
 
 def build_kernel(call: KernelCall, target: GpuTarget) -> bytes:
@@ -87,35 +102,48 @@ def build_kernel(call: KernelCall, target: GpuTarget) -> bytes:
 
 def kernel_source(call: KernelCall, target: GpuTarget) -> Source:
     """The source of the call's kernel; a ZllmcError that names the op where there is none."""
-    dialect = DIALECTS[target.dialect]
     try:
-        function = kernel_function(call, target)
-        if call.op == "linear":
-            matrix = _matrix_unit(call, target)
-            blocks, units = _linear_grid(call, target, matrix)
-            return print_source(function, dialect, blocks, units, 1 if matrix is None else RESIDENT)
-        stack = print_source(function, dialect, 1, 1).shared_bytes
-        units = _block_units(stack, target)
-        blocks = max(1, min(2 * target.product.multiprocessors, -(-_work(call) // units)))
-        return print_source(function, dialect, blocks, units)
+        cut = kernel_cut(call, target)
+        return print_source(cut.function, DIALECTS[target.dialect], cut.blocks, cut.units, cut.resident)
     except ZllmcError as error:
         raise ZllmcError(f"{call.op} for {target}: {error}") from error
 
 
-def kernel_function(call: KernelCall, target: GpuTarget) -> Any:
-    """The TIR function that is printed."""
+def kernel_cut(call: KernelCall, target: GpuTarget) -> Cut:
+    """The call's TIR function, and the grid that it is made for."""
     if call.op == "linear":
-        matrix = _matrix_unit(call, target)
-        _, units = _linear_grid(call, target, matrix)
-        return linear(call, _UNIT, units, symbol(call), matrix)
+        return _linear(call, target)
+    if call.op in NORMS:
+        return _norm(call, target)
     if call.op not in FAMILIES:
-        known = ", ".join(sorted([*FAMILIES, "linear"]))
+        known = ", ".join(sorted([*FAMILIES, *NORMS, "linear"]))
         raise ZllmcError(f"no GPU kernel for op {call.op!r}; there are kernels for {known}")
     family, unit = FAMILIES[call.op]
-    return family(call, unit, symbol(call))
+    function = family(call, unit, symbol(call))
+    stack = print_source(function, DIALECTS[target.dialect], 1, 1).shared_bytes
+    pieces = _pieces(call) * (1 if all(r.single_row for r in call.results) else MAX_TOKENS)
+    # A small kernel is over when its slowest unit is: it gets as many multiprocessors as it can use.
+    each = min(-(-pieces // target.product.multiprocessors), _most_units(stack, target))
+    units = _subgroups(each, target)
+    most = RESIDENT_UNITS * target.product.multiprocessors // units
+    return Cut(function, min(-(-pieces // units), most), units)
 
 
-def _block_units(stack: int, target: GpuTarget) -> int:
+def _pieces(call: KernelCall) -> int:
+    """Pieces of work of a token, which units share."""
+    values = [o for o in (*call.operands, *call.results) if isinstance(o, Operand) and o.type.shape]
+    kv_heads = sum(o.type.kv_heads for o in call.operands if isinstance(o, KVOperand))
+    match call.op:
+        case "kv_append":
+            return kv_heads
+        case "rope":
+            return int(values[0].type.shape[1])
+        case "rope_append":
+            return int(call.attributes["heads"]) + 2 * kv_heads
+    return max(-(-v.width // LANES) for v in values)
+
+
+def _most_units(stack: int, target: GpuTarget) -> int:
     """Units of a block that have `stack` bytes of shared memory each: whole subgroups."""
     subgroup = target.subgroup // LANES
     units = min(MAX_UNITS, target.static_shared_memory // max(stack, 1)) // subgroup * subgroup
@@ -127,30 +155,41 @@ def _block_units(stack: int, target: GpuTarget) -> int:
     return units
 
 
-def _matrix_unit(call: KernelCall, target: GpuTarget) -> MatrixUnit | None:
-    """What multiplies the many rows of a linear's x."""
-    x, instruction = call.operands[0], target.matrix_instruction("s8")
-    if not isinstance(x, Operand) or x.type.dtype != "a8" or x.single_row or instruction is None:
-        return None
-    return MatrixUnit(instruction, target.subgroup) if matrix_gpu.fits(instruction) else None
+def _subgroups(units: int, target: GpuTarget) -> int:
+    """So many units, or a few more: whole subgroups."""
+    subgroup = target.subgroup // LANES
+    return -(-max(units, 1) // subgroup) * subgroup
 
 
-def _linear_grid(call: KernelCall, target: GpuTarget, matrix: MatrixUnit | None) -> tuple[int, int]:
-    """Blocks and units of a linear: a block for each group of rows, or for several tiles of a matrix unit."""
+def _norm(call: KernelCall, target: GpuTarget) -> Cut:
+    """The units of a block share a row, if it is long. Blocks share what is written of a single one."""
+    x = call.operands[0]
+    if not isinstance(x, Operand):
+        raise ZllmcError(f"{call.op}: x is required")
+    width = int(x.type.shape[-1])
+    heads = x.width // width
+    units = _subgroups(min(GEMV_UNITS, -(-width // NORM_COLUMNS)) if heads == 1 else MAX_UNITS, target)
+    function = NORMS[call.op](call, replace(_UNIT, units=units if heads == 1 else 1), symbol(call))
+    if heads > 1:
+        blocks = -(-heads * (1 if x.single_row else MAX_TOKENS) // units)
+    else:
+        blocks = -(-width // (LANES * units)) if x.single_row else MAX_TOKENS
+    most = RESIDENT_UNITS * target.product.multiprocessors // units
+    return Cut(function, min(blocks, most), units)
+
+
+def _linear(call: KernelCall, target: GpuTarget) -> Cut:
+    """A block for each group of weight rows, or for several tiles of a matrix unit."""
     rows, columns = (int(d) for d in call.operands[1].type.shape)  # type: ignore[union-attr]
-    if matrix is not None:
-        down = -(-rows // matrix_gpu.ROWS)
-        # A pass has 512 tokens at most, whose tiles all get a block where there is room.
-        blocks = min(RESIDENT * target.product.multiprocessors, 512 // matrix_gpu.ROWS * down)
-        return blocks, matrix_gpu.SUBGROUPS * target.subgroup // LANES
+    x, instruction = call.operands[0], target.matrix_instruction("s8")
+    many = isinstance(x, Operand) and x.type.dtype == "a8" and not x.single_row
+    if many and instruction is not None and matrix_gpu.fits(instruction):
+        units = _subgroups(matrix_gpu.SUBGROUPS * target.subgroup // LANES, target)
+        # The tiles of MAX_TOKENS tokens all get a block where there is room.
+        tiles = MAX_TOKENS // matrix_gpu.ROWS * -(-rows // matrix_gpu.ROWS)
+        blocks = min(RESIDENT * target.product.multiprocessors, tiles)
+        function = linear(call, _UNIT, units, symbol(call), MatrixUnit(instruction, target.subgroup))
+        return Cut(function, blocks, units, RESIDENT)
     most = GEMV_UNITS if call.results[0].single_row else MAX_UNITS
-    units = max(1, min(most, columns // (2 * UNIT)))
-    return -(-rows // LANES), -(-units * LANES // target.subgroup) * target.subgroup // LANES
-
-
-def _work(call: KernelCall) -> int:
-    """About how many vector units find something to do: one for each vector of the operands' rows, of which
-    a pass over several tokens has some."""
-    values = [o for o in (*call.operands, *call.results) if isinstance(o, Operand)]
-    vectors = max(-(-v.width // LANES) for v in values if v.type.shape)
-    return vectors if all(v.single_row for v in call.results) else 16 * vectors
+    units = _subgroups(min(most, columns // (2 * UNIT)), target)
+    return Cut(linear(call, _UNIT, units, symbol(call)), -(-rows // LANES), units)

@@ -1,19 +1,36 @@
 """Norm kernels: a row's statistics, then its elements.
 
 Threads share rows. The single row of a decode step is shared by elements instead: every thread sums the whole
-row, which costs less than meeting for it.
+row, which costs less than meeting for it. On a GPU the units of a block do meet: they share a row's sums, so
+that more loads are in flight.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
 
 from zllmc.codegen.quantize import ActivationRows
 from zllmc.codegen.rows import for_pieces, pieces, row_count, share, signature, tensors
-from zllmc.codegen.tir import Expr, Kernel, Memory, Register, bind, broadcast, const, llvm, serial
+from zllmc.codegen.tir import (
+    Expr,
+    Kernel,
+    Memory,
+    Register,
+    barrier,
+    bind,
+    block_array,
+    broadcast,
+    const,
+    llvm,
+    serial,
+    when,
+)
 from zllmc.codegen.vector_math import fma, sum_lanes
 from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.errors import IRError
@@ -23,8 +40,52 @@ from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
 _ACCUMULATORS = 4
 
 
-def reduce_row(width: int, lanes: int, add: Callable[[Expr, Expr, int], Expr]) -> Expr:
+@dataclass(frozen=True)
+class Team:
+    """The units of a GPU's block, which take parts of a row and meet over `sums`."""
+
+    units: int
+    unit: Expr
+    sums: Memory
+
+    @classmethod
+    def of(cls, k: Kernel, units: int) -> Team | None:
+        """None where a unit has its rows to itself."""
+        if units == 1:
+            return None
+        return cls(units, bind(tirx.truncmod(k.thread, units)), block_array("float32", units))
+
+    def reduce(self, width: int, lanes: int, add: Callable[[Expr, Expr, int], Expr]) -> Expr:
+        """`reduce_row`, the same in all units."""
+        total = Register("float32", lanes, const(0.0, "float32", lanes))
+        full, rest = divmod(width // lanes, self.units)
+
+        def step(vector: Expr) -> None:
+            total.set(add(total.get(), bind(vector * lanes), lanes))
+
+        with serial(0, full) as round:
+            step(round * self.units + self.unit)
+        if rest:
+            with when(self.unit < rest):
+                step(full * self.units + self.unit)
+        tail = Register("float32", 1, sum_lanes(total.get()))
+        if width % lanes:
+            with when(tirx.EQ(self.unit, self.units - 1)):  # which has the least to do
+                for offset, n in pieces(width % lanes, lanes):
+                    last = add(const(0.0, "float32", n), const(width - width % lanes + offset, "int32"), n)
+                    tail.set(tail.get() + sum_lanes(last))
+        barrier()  # all have read what was met over before
+        self.sums.store(self.unit, tail.get())
+        barrier()
+        return bind(functools.reduce(operator.add, [self.sums.load(i) for i in range(self.units)]))
+
+
+def reduce_row(
+    width: int, lanes: int, add: Callable[[Expr, Expr, int], Expr], team: Team | None = None
+) -> Expr:
     """Σ over a row: `add(sum, offset, lanes)` gives the vector sum plus its term at `offset`."""
+    if team is not None:
+        return team.reduce(width, lanes, add)
     sums = [Register("float32", lanes, const(0.0, "float32", lanes)) for _ in range(_ACCUMULATORS)]
     tail = Register("float32", 1, const(0.0, "float32"))
 
@@ -39,14 +100,14 @@ def reduce_row(width: int, lanes: int, add: Callable[[Expr, Expr, int], Expr]) -
     return bind(sum_lanes((a + b) + (c + d)) + tail.get())
 
 
-def inverse_rms(x: Memory, start: Expr, width: int, lanes: int, eps: float) -> Expr:
+def inverse_rms(x: Memory, start: Expr, width: int, lanes: int, eps: float, team: Team | None = None) -> Expr:
     """1 / sqrt(mean(x²) + eps) of the `width` elements from `start`."""
 
     def add(total: Expr, offset: Expr, n: int) -> Expr:
         value = bind(x.load(start + offset, n))
         return fma(value, value, total)
 
-    return _inverse_root(reduce_row(width, lanes, add), width, eps)
+    return _inverse_root(reduce_row(width, lanes, add, team), width, eps)
 
 
 def _inverse_root(squares: Expr, width: int, eps: float) -> Expr:
@@ -60,7 +121,8 @@ class _Rows:
     def __init__(self, x: Operand, weights: Sequence[Operand], target: VectorTarget) -> None:
         self.width = int(x.type.shape[-1])
         self.heads = x.width // self.width
-        self.lanes = target.lanes
+        self.lanes, self._units = target.lanes, target.units
+        self.team: Team | None = None
         self.blocks = -(-self.width // GROUP)
         self._x = x
         axes = {len(w.type.shape) for w in weights}
@@ -69,10 +131,19 @@ class _Rows:
         self._gain_per_head = 2 in axes
 
     def each(self, k: Kernel, control: Memory, body: Callable[[Expr, Expr, Expr, Expr], None]) -> None:
-        """body(token, head, first block, last block): this thread's rows, or its blocks of the only one."""
+        """body(token, head, first block, last block): this thread's rows, or its blocks of the only one. What
+        it has of rows that its block's units share."""
         tokens = row_count(self._x, control)
+        self.team = Team.of(k, self._units)
         if self.heads == 1 and isinstance(tokens, int) and tokens == 1:
             body(0, 0, *share(k, self.blocks))
+            return
+        if self.team is not None:
+            unit, units = self.team.unit, self._units
+            block, blocks = bind(tirx.truncdiv(k.thread, units)), tirx.truncdiv(k.threads, units)
+            begin, end = (bind(tirx.truncdiv((unit + i) * self.blocks, units)) for i in (0, 1))
+            with serial(0, tirx.truncdiv(tokens - 1 - block + blocks, blocks)) as round:
+                body(bind(block + round * blocks), 0, begin, end)
             return
         begin, end = share(k, tokens * self.heads)
         with serial(begin, end) as unit:
@@ -108,7 +179,7 @@ def rms_norm(call: KernelCall, target: VectorTarget, name: str) -> Any:
 
         def one(token: Expr, head: Expr, begin: Expr, end: Expr) -> None:
             source, sink = rows.start(x_type, token, head), rows.start(y_type, token, head)
-            inverse = inverse_rms(x, source, rows.width, target.lanes, eps)
+            inverse = inverse_rms(x, source, rows.width, target.lanes, eps, rows.team)
 
             def write(offset: Expr, n: int) -> None:
                 value = x.load(source + offset, n) * broadcast(inverse, n)
@@ -133,7 +204,7 @@ def norm_add(call: KernelCall, target: VectorTarget, name: str) -> Any:
 
         def one(token: Expr, head: Expr, begin: Expr, end: Expr) -> None:
             source, base, sink = (rows.start(o, token, head) for o in (y_type, residual_type, out_type))
-            inverse = inverse_rms(y, source, rows.width, target.lanes, eps)
+            inverse = inverse_rms(y, source, rows.width, target.lanes, eps, rows.team)
 
             def write(offset: Expr, n: int) -> None:
                 gain = broadcast(inverse, n)
@@ -162,7 +233,7 @@ def rms_norm_quantize(call: KernelCall, target: VectorTarget, name: str) -> Any:
 
         def one(token: Expr, head: Expr, begin: Expr, end: Expr) -> None:
             source = rows.start(x_type, token, head)
-            inverse = inverse_rms(x, source, rows.width, target.lanes, eps)
+            inverse = inverse_rms(x, source, rows.width, target.lanes, eps, rows.team)
             with serial(begin, end) as group:
                 column = bind(group * GROUP)
                 values = []
@@ -190,7 +261,7 @@ def layer_norm(call: KernelCall, target: VectorTarget, name: str) -> Any:
             def load(offset: Expr, n: int) -> Expr:
                 return x.load(source + offset, n)
 
-            total = reduce_row(rows.width, target.lanes, lambda s, offset, n: s + load(offset, n))
+            total = reduce_row(rows.width, target.lanes, lambda s, offset, n: s + load(offset, n), rows.team)
             mean = bind(total * const(1.0 / rows.width, "float32"))
 
             def add_square(s: Expr, offset: Expr, n: int) -> Expr:
@@ -198,7 +269,8 @@ def layer_norm(call: KernelCall, target: VectorTarget, name: str) -> Any:
                 return fma(centred, centred, s)
 
             # A second pass over the row: E[x²] − mean² would cancel where the mean is large.
-            inverse = _inverse_root(reduce_row(rows.width, target.lanes, add_square), rows.width, eps)
+            squares = reduce_row(rows.width, target.lanes, add_square, rows.team)
+            inverse = _inverse_root(squares, rows.width, eps)
 
             def write(offset: Expr, n: int) -> None:
                 at = rows.weight_start(head) + offset

@@ -32,6 +32,11 @@ class CpuTarget:
         return f"cpu:{self.name}"
 
     @property
+    def units(self) -> int:
+        """Vector units that can meet within a kernel."""
+        return 1
+
+    @property
     def llvm(self) -> dict[str, object]:
         """The target as TVM's LLVM back end takes it."""
         return {

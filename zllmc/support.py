@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import zllmc.zllm_ir.ops  # noqa: F401  (registers the ops)
 from zllmc.codegen.cpu import family_of
-from zllmc.codegen.gpu import kernel_function
+from zllmc.codegen.gpu import kernel_cut
 from zllmc.frontends.gguf import GGML_TYPES
 from zllmc.passes.lower import lower
 from zllmc.passes.pipeline import run_passes
@@ -145,7 +145,7 @@ def _probe(format: str) -> Graph:
 def _builds(call: KernelCall, target: Target) -> bool:
     try:
         if isinstance(target, GpuTarget):
-            kernel_function(call, target)
+            kernel_cut(call, target)
         else:
             family_of(call.op)(call, target, "probe")
     except ZllmcError:
