@@ -28,7 +28,7 @@ class Dot:
         self._exact = exact
         self.kind = "sdot" if target.dot == "dot4" else target.dot
         self._gpu = target.dot == "dot4"  # the same products, as functions of the prelude
-        self.lanes = target.lanes
+        self.lanes, self.registers = target.lanes, target.registers
         self._wide = target.lanes == 16  # AVX-512 names its instructions differently
 
     # -- codes ---------------------------------------------------------------------------------------------

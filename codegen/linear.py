@@ -17,6 +17,7 @@ from zllmc.codegen.dot import Dot
 from zllmc.codegen.grid_codes import load_plain
 from zllmc.codegen.linear_tiles import Tiles
 from zllmc.codegen.packing import UNIT, PackedLayout, layout_of
+from zllmc.codegen.plain_tiles import PlainTiles
 from zllmc.codegen.rows import row_count, share
 from zllmc.codegen.tir import (
     Expr,
@@ -34,7 +35,6 @@ from zllmc.targets.cpu import CpuTarget
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand, activation_row_bytes
 
-ROW_TILE = 4  # rows of x that share a vector of plain weights
 PREFETCH_BYTES = 6144  # 2 KiB is too late for memory, 16 KiB crowds the L1 cache
 _L2_SHARE = 192 * 1024  # bytes of x that stay in a core's L2 cache while weights stream past
 
@@ -69,7 +69,7 @@ def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
             given.get("bias"),
             _Rows(given["residual"], residual.stride) if isinstance(residual, Operand) else None,
         )
-        together = 1 if x.single_row or not quantized else groups.tiles.width
+        together = 1 if x.single_row else groups.tiles.width
         begin, end = share(kernel, layout.groups // together)
         if x.single_row:
             with serial(begin, end) as group:
@@ -77,7 +77,8 @@ def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
         else:
             tokens = bind(row_count(x, given["control"]))
             size = columns if quantized else 4 * columns
-            block = max(2, _L2_SHARE // size // ROW_TILE) * ROW_TILE
+            height = groups.tiles.height
+            block = max(2, _L2_SHARE // size // height) * height
             with serial(0, (tokens + (block - 1)) // block) as b:
                 first = bind(b * block)
                 groups.prefill(begin, end, first, bind(T.min(tokens - first, block)), block)
@@ -109,7 +110,7 @@ class _Groups:
         record = self._record(group)
         start = const(0, "int32")
         if self.layout.format.plain is not None:
-            (total,) = self._plain(record, [start])
+            total = self._plain(record)
         else:
             sums = BlockSums(self.layout, self.dot, record, self.x)
 
@@ -129,20 +130,10 @@ class _Groups:
     def prefill(self, begin: Expr, end: Expr, first: Expr, count: Expr, most: int) -> None:
         """Groups begin … end − 1 against rows first … first + count − 1 of x, which are at most `most`."""
         lanes = self.dot.lanes
-        if self.layout.format.plain is not None:
-            totals = local("float32", most * lanes)
-            tiles = bind((count + (ROW_TILE - 1)) // ROW_TILE)
-            with serial(begin, end) as group:
-                record = self._record(group)
-                with serial(0, tiles) as t:
-                    self._store(totals, t, self._plain(record, self._tile(t, first, count)))
-                with serial(0, count) as r:
-                    self._finish(group, first + r, totals.load(r * lanes, lanes))
-            return
         tiles = self.tiles
         width = tiles.width
         totals = local("float32", most * width * lanes)
-        starts = tiles.prepare(most, first, count, self.x_stride)
+        starts = tiles.prepare(most, first, count, self.x_stride) if isinstance(tiles, Tiles) else None
         with serial(begin, end) as some:
             numbers = [bind(some * width + g) for g in range(width)]
             records = [self._record(group) for group in numbers]
@@ -159,24 +150,20 @@ class _Groups:
                     for line in range(0, size // units, 64):
                         prefetch(record, at + line)
 
-            weights = [BlockSums(self.layout, self.dot, record, self.x) for record in records]
-            tiles.add(totals, weights, starts, first, count, self.x_stride, ask)
+            if isinstance(tiles, PlainTiles):
+                tiles.add(totals, records, first, count, self.x_stride, self._prefetch)
+            else:
+                weights = [BlockSums(self.layout, self.dot, record, self.x) for record in records]
+                tiles.add(totals, weights, starts, first, count, self.x_stride, ask)
             with serial(0, count) as r:
                 for g, group in enumerate(numbers):
                     self._finish(group, first + r, totals.load((r * width + g) * lanes, lanes))
 
     @property
-    def tiles(self) -> Tiles:
+    def tiles(self) -> Tiles | PlainTiles:
+        if self.layout.format.plain is not None:
+            return PlainTiles(self.layout, self.dot.registers, self.x)
         return Tiles(self.layout, self.dot, Activations(self.layout, self.dot, self.x))
-
-    def _tile(self, tile: Expr, first: Expr, count: Expr) -> list[Expr]:
-        """Where a tile's rows of x begin. A short last tile repeats the last row; its totals are not used."""
-        last = bind(count - 1)
-        return [bind((first + T.min(tile * ROW_TILE + i, last)) * self.x_stride) for i in range(ROW_TILE)]
-
-    def _store(self, totals: Memory, tile: Expr, values: list[Expr]) -> None:
-        for i, value in enumerate(values):
-            totals.store((tile * ROW_TILE + i) * self.dot.lanes, value)
 
     def _record(self, group: Expr) -> Memory:
         return self.weight.from_(T.Cast("int64", group) * const(self.layout.group_bytes, "int64"))
@@ -192,7 +179,7 @@ class _Groups:
             value = value + self.residual.memory.load(row * self.residual.stride + column, lanes)
         self.y.memory.store(row * self.y.stride + column, value)
 
-    def _prefetch(self, record: Memory, piece: Expr, columns: int) -> None:
+    def _prefetch(self, record: Memory, piece: Expr, columns: int = 1) -> None:
         """Ask for what the weights of `columns` columns take, PREFETCH_BYTES ahead. A group is two streams
         that jump at its end, which the hardware's prefetcher loses; the bytes ahead are one run."""
         size = self.layout.group_bytes * columns // self.layout.columns
@@ -200,27 +187,19 @@ class _Groups:
         for line in range(0, size, 64):
             prefetch(record, ahead + line)
 
-    def _plain(self, record: Memory, rows: list[Expr]) -> list[Expr]:
-        """Σ w · x of plain float weights, for rows of x that begin at `rows`."""
+    def _plain(self, record: Memory) -> Expr:
+        """Σ w · x of plain float weights, for the only row of x."""
         lanes, columns = self.dot.lanes, self.layout.columns
-        # One accumulator would wait for its own FMA: a single row takes four in turn.
-        depth = 4 if columns % 4 == 0 else 1
-        chains = depth if len(rows) == 1 else 1
+        chains = 4 if columns % 4 == 0 else 1  # one sum would wait for its own FMA
         zero = const(0, "float32", lanes)
-        sums = [[Register("float32", lanes, zero) for _ in range(chains)] for _ in rows]
-        with serial(0, columns // depth) as k:
-            if len(rows) == 1:
-                self._prefetch(record, k, columns=depth)
-            for j in range(depth):
-                column = k * depth + j
+        sums = [Register("float32", lanes, zero) for _ in range(chains)]
+        with serial(0, columns // chains) as k:
+            self._prefetch(record, k, columns=chains)
+            for j, total in enumerate(sums):
+                column = k * chains + j
                 w = bind(load_plain(record, column * lanes, lanes, self.layout.format.plain))
-                for row, accumulators in zip(rows, sums, strict=True):
-                    acc = accumulators[j % chains]
-                    acc.set(acc.get() + w * broadcast(self.x.load(row + column), lanes))
-        totals = []
-        for accumulators in sums:
-            total = accumulators[0].get()
-            for acc in accumulators[1:]:
-                total = total + acc.get()
-            totals.append(total)
-        return totals
+                total.set(total.get() + w * broadcast(self.x.load(column), lanes))
+        total = sums[0].get()
+        for more in sums[1:]:
+            total = total + more.get()
+        return total

@@ -100,6 +100,24 @@ def test_a_row_gives_the_same_bits_alone_and_among_others(format, target):
     np.testing.assert_array_equal(among, np.repeat(alone, 15, axis=0))
 
 
+@pytest.mark.parametrize("target", RUNNABLE, ids=str)
+@pytest.mark.parametrize("format", [name for name, fmt in FORMATS.items() if fmt.plain is not None])
+def test_plain_floats_are_summed_alike_in_every_place_of_a_tile(format, target):
+    """13 rows: tiles of 7 or 6 rows, and what is left; 300 columns: a piece of weights, and what is left."""
+    x = np.random.default_rng(7).standard_normal((1, 300), dtype=np.float32)
+    y = check(
+        format,
+        32,
+        300,
+        13,
+        threads=2,
+        target=target,
+        x=np.repeat(x, 13, axis=0),
+        rng=np.random.default_rng(8),
+    )
+    np.testing.assert_array_equal(y, np.repeat(y[:1], 13, axis=0))
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_extreme_codes_scales_and_signs(format):
     for tokens in (1, 2, 3):
