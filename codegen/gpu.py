@@ -11,6 +11,7 @@ import msgspec
 from zllmc.codegen import (
     attention,
     attention_decode,
+    choice,
     elementwise,
     embedding,
     matrix_gpu,
@@ -70,6 +71,7 @@ FAMILIES: dict[str, tuple[Callable[[KernelCall, VectorTarget, str], Any], Vector
     for module, unit, ops in (
         (attention, _ATTENTION, ("attention_rows",)),
         (attention_decode, _ATTENTION, ("attention_partial", "attention_merge", "attention_merge_quantize")),
+        (choice, _UNIT, ("choose", "top_k_partial")),
         (elementwise, _UNIT, ("activation", "add", "glu", "glu_quantize", "scale", "select_rows", "softcap")),
         (embedding, _UNIT, ("embedding",)),
         (quantize, _UNIT, ("quantize",)),

@@ -9,6 +9,7 @@ from zllmc.zllm_ir.kernel_graph import KernelCall, KernelGraph, KernelNode, KVOp
 from zllmc.zllm_ir.types import Dim, R, T, TensorType
 
 _MERGES = ("attention_merge", "attention_merge_quantize")  # of the parts of one sequence
+_CHOICE = ("top_k_partial", "choose")  # of the next token: a batch leaves it to the host
 
 
 def batch(decode: KernelGraph, prefill: KernelGraph, slots: int) -> KernelGraph:
@@ -46,13 +47,22 @@ def batch(decode: KernelGraph, prefill: KernelGraph, slots: int) -> KernelGraph:
 
     nodes: list[KernelNode] = []
     for node in decode.nodes:
+        if node.call.op in _CHOICE:
+            continue
         if node.call.op in _MERGES or any(isinstance(o, KVOperand) for o in node.call.operands):
             nodes += [replace(node, slot=slot) for slot in range(slots)]
         else:
             # Every row has logits, so R rows are as good as T.
             call = next((c for rows in (T, R) if (c := with_rows(node, rows)) in known), with_rows(node, T))
             nodes.append(replace(node, call=call))
-    return replace(decode, name="batch", nodes=tuple(nodes), max_tokens=slots, max_rows=slots)
+    return replace(
+        decode,
+        name="batch",
+        nodes=tuple(nodes),
+        outputs=decode.outputs[:1],
+        max_tokens=slots,
+        max_rows=slots,
+    )
 
 
 def _widen(operand: Operand, rows: Dim, stride: int) -> Operand:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zllmc.passes.batch import batch
+from zllmc.passes.choose_token import choose_token
 from zllmc.passes.fold_scales import fold_scales
 from zllmc.passes.fuse_attention import fuse_attention
 from zllmc.passes.fuse_norm_add import fuse_norm_add
@@ -31,18 +32,21 @@ def lower_entries(
     *,
     context: int,
     max_batch: int = MAX_BATCH,
+    chooses: bool = False,
     dump: Path | None = None,
     check: bool = False,
 ) -> dict[str, KernelGraph]:
     """The kernel graphs of all entry points by name, for caches of `context` tokens.
 
-    There is one for up to `max_batch` sequences unless that is 1. `dump` is a folder that gets one folder of
-    numbered files for each; with `check`, the verifier runs after every pass.
+    There is one for up to `max_batch` sequences unless that is 1. With `chooses`, decode ends with the choice
+    of the next token, as it should where logits take long to get to the host: on GPUs. `dump` is a folder
+    that gets one folder of numbered files for each; with `check`, the verifier runs after every pass.
     """
     entries = {}
     for name, tokens in (("decode", 1), ("prefill", None)):
         folder = dump / name if dump else None
-        passed = run_passes(graph, tokens=tokens, context=context, dump=folder, check=check)
+        ends = chooses and name == "decode"
+        passed = run_passes(graph, tokens=tokens, context=context, chooses=ends, dump=folder, check=check)
         entries[name] = lower(
             passed,
             name=name,
@@ -60,12 +64,19 @@ def lower_entries(
 
 
 def run_passes(
-    graph: Graph, *, tokens: int | None, context: int, dump: Path | None = None, check: bool = False
+    graph: Graph,
+    *,
+    tokens: int | None,
+    context: int,
+    chooses: bool = False,
+    dump: Path | None = None,
+    check: bool = False,
 ) -> Graph:
     """The graph of one entry point, ready to lower: `tokens` is 1 for decode, None for prefill.
 
-    `context` is the largest number of cached tokens. `dump` is a folder that gets the graph's text after
-    every pass in a numbered file; with `check`, the verifier runs after every pass.
+    `context` is the largest number of cached tokens. With `chooses`, a decode step chooses its token. `dump`
+    is a folder that gets the graph's text after every pass in a numbered file; with `check`, the verifier
+    runs after every pass.
     """
     passes: list[tuple[str, Callable[[Graph], Graph]]] = [
         ("input", lambda g: g),
@@ -80,6 +91,7 @@ def run_passes(
         ("quantize_activations", quantize_activations),
         ("fuse_quantize", fuse_quantize),
         ("eliminate_dead", eliminate_dead),
+        *([("choose_token", choose_token)] if chooses else []),
     ]
     for number, (name, run) in enumerate(passes):
         graph = run(graph)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from zllmc.passes.memory import MemoryPlan, plan_memory
 from zllmc.passes.schedule import Span, accesses, barriers
@@ -18,6 +18,8 @@ from zllmc.zllm_ir.kernel_graph import (
     symbol,
 )
 from zllmc.zllm_ir.plan import (
+    CHOSEN,
+    CONTROL_CACHED,
     CONTROL_FIRST_ROW,
     CONTROL_WORDS,
     Buffer,
@@ -28,7 +30,8 @@ from zllmc.zllm_ir.plan import (
 )
 from zllmc.zllm_ir.types import TensorType
 
-_IO = ("tokens", "positions", "control", "logits")
+_IO = ("tokens", "positions", "control", "logits", "candidates", "candidate_ids", "chosen")
+_OUTPUTS = ("logits", "candidates", "candidate_ids", "tokens", "positions", "chosen")  # where each goes
 
 
 def kernel_calls(graphs: Iterable[KernelGraph]) -> dict[str, KernelCall]:
@@ -56,8 +59,9 @@ def make_plan(graphs: Mapping[str, KernelGraph], weights: Mapping[str, tuple[int
     """The plan of all entry points, `graphs` by name; `weights` gives the offset and bytes of each in the
     weight file.
 
-    Buffers, in order: weights, arena, every layer's state, tokens, positions, control, logits. All entry
-    points share them. A row of logits is padded to a multiple of ROW_PAD numbers.
+    Buffers, in order: weights, arena, every layer's state, tokens, positions, control, logits, and where a
+    graph chooses tokens, candidates, their ids, and chosen. All entry points share them. A row of logits is
+    padded to a multiple of ROW_PAD numbers.
     """
     memory = {name: plan_memory(graph) for name, graph in graphs.items()}
     buffers = [
@@ -90,29 +94,37 @@ def _states(graphs: Iterable[KernelGraph]) -> list[Buffer]:
     return [Buffer(name, "state", operand.layout.bytes) for name, operand in states.items()]
 
 
-def _io(graphs: Iterable[KernelGraph]) -> list[Buffer]:
+def _io(graphs: Collection[KernelGraph]) -> list[Buffer]:
     tokens = max(graph.max_tokens for graph in graphs)
     logits = max(graph.bytes_of(graph.results()[graph.outputs[0]]) for graph in graphs)
     slots = {node.slot for graph in graphs for node in graph.nodes}
-    sizes = (4 * tokens, 4 * tokens, 4 * CONTROL_WORDS * len({None} | slots), logits)
-    return [Buffer(name, "io", size) for name, size in zip(_IO, sizes, strict=True)]
+    sizes = [4 * tokens, 4 * tokens, 4 * CONTROL_WORDS * len({None} | slots), logits]
+    for graph in graphs:
+        if _chooses(graph):
+            results, (_, values, ids, *_) = graph.results(), graph.outputs
+            sizes += [graph.bytes_of(results[values]), graph.bytes_of(results[ids]), 4 * CHOSEN]
+    return [Buffer(name, "io", size) for name, size in zip(_IO, sizes, strict=False)]
+
+
+def _chooses(graph: KernelGraph) -> bool:
+    """Whether a pass ends with the choice of the next token."""
+    return len(graph.outputs) > 1
 
 
 def _entry(
     graph: KernelGraph, memory: MemoryPlan, numbers: Mapping[str, int], weights: Mapping[str, tuple[int, int]]
 ) -> EntryPoint:
-    (logits,) = graph.outputs
     fixed = {w: Pointer(numbers["weights"], weights[w.name][0]) for w in graph.weights if w.name in weights}
     fixed |= {s: Pointer(numbers[s.name], 0) for s in graph.states if s.name in numbers}
     fixed |= {v: Pointer(numbers["arena"], offset) for v, offset in memory.offsets.items()}
-    fixed[logits] = Pointer(numbers["logits"], 0)
-    for value in graph.inputs:
-        # The first row with logits is a word of the control block.
-        fixed[value] = (
-            Pointer(numbers["control"], 4 * CONTROL_FIRST_ROW)
-            if value.name == "first_row"
-            else Pointer(numbers[value.name], 0)
-        )
+    places = {name: Pointer(numbers[name], 0) for name in _IO if name in numbers}
+    # Two are words of the control block: the first row with logits, and, where a round counts it on, the
+    # position: the cached length.
+    places["first_row"] = Pointer(numbers["control"], 4 * CONTROL_FIRST_ROW)
+    if _chooses(graph):
+        places["positions"] = Pointer(numbers["control"], 4 * CONTROL_CACHED)
+    fixed |= {value: places[value.name] for value in graph.inputs}
+    fixed |= {value: places[name] for value, name in zip(graph.outputs, _OUTPUTS, strict=False)}
     results = graph.results()
 
     def pointer(value: Value, slot: int | None) -> Pointer:

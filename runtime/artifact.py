@@ -25,7 +25,7 @@ import msgspec
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.host import host_architecture, host_flags
 from zllmc.zllm_ir.matrix_unit import MatrixInstruction
-from zllmc.zllm_ir.plan import CONTROL_WORDS, Plan, Pointer
+from zllmc.zllm_ir.plan import CHOSEN, CONTROL_WORDS, Plan, Pointer
 
 FORMAT_VERSION = 3
 _UNCHECKED = ("manifest.json", "weights.bin", "chat_template.jinja")
@@ -191,6 +191,8 @@ def _check_plan(plan: Plan, manifest: Manifest) -> None:
         "control": 4 * CONTROL_WORDS * (1 + plan.max_batch if "batch" in entries else 1),
         "logits": 4 * rows * manifest.vocab,
     }
+    if "chosen" in sizes:
+        least |= {"candidates": 4, "candidate_ids": sizes.get("candidates", 0), "chosen": 4 * CHOSEN}
     for name, size in least.items():
         if sizes.get(name, 0) < size:
             raise ValueError(f"its plan has {sizes.get(name, 0):,} bytes for {name}, which take {size:,}")

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import zllmc.zllm_ir.attention_ops
+import zllmc.zllm_ir.choice_ops
 import zllmc.zllm_ir.fused_ops
-import zllmc.zllm_ir.ops  # noqa: F401  (all three register their ops)
+import zllmc.zllm_ir.ops  # noqa: F401  (these register their ops)
 from zllmc.zllm_ir.errors import IRError
 from zllmc.zllm_ir.op import OPS, Op
 from zllmc.zllm_ir.types import KVType, TensorType, Type

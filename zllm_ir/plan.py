@@ -11,16 +11,21 @@ from typing import Literal
 
 import msgspec
 
-CONTROL_TOKENS, CONTROL_CACHED, CONTROL_FIRST_ROW = range(3)
-CONTROL_WORDS = 16  # i32 words of a control block: tokens T, cached length S, first row with logits
+CONTROL_TOKENS, CONTROL_CACHED, CONTROL_FIRST_ROW, CONTROL_BEST = range(4)
+# i32 words of a control block: tokens T, cached length S, first row with logits; not 0 where of the largest
+# logits only the first is wanted.
+CONTROL_WORDS = 16
+CHOSEN = 64  # tokens chosen on the device that it keeps: each at its round's S modulo this
 
 
 class Buffer(msgspec.Struct, frozen=True):
     """A region of memory with an owner and a lifetime.
 
     `weights`: the mapped weight file. `arena`: scratch of one pass, planned by offset. `state`: one layer's
-    KV cache, owned by a session. `io`: what the host reads and writes (tokens, control, logits, next token).
-    `control` holds the control block of the pass and then one for each slot of a batch.
+    KV cache, owned by a session. `io`: what the host reads and writes: `tokens`, `positions`, `logits`, and
+    `control`, the control block of the pass and then one for each slot of a batch. Where decode rounds choose
+    tokens, also `candidates` and `candidate_ids`, the largest logits, and `chosen`. Such a round ends by
+    writing what the next one reads: its token, and the cached length S, which is its position.
     """
 
     name: str

@@ -77,7 +77,12 @@ def compile_model(
     capacity = -(-(context or DEFAULT_CONTEXT) // KEY_BLOCK) * KEY_BLOCK
     with _describing(source.path) as described, ThreadPoolExecutor(1) as other:
         graphs = lower_entries(
-            source.graph, context=capacity, max_batch=max_batch, dump=dump_ir, check=verify
+            source.graph,
+            context=capacity,
+            max_batch=max_batch,
+            chooses=isinstance(device, GpuTarget),
+            dump=dump_ir,
+            check=verify,
         )
         calls = kernel_calls(graphs.values())
         stored = stored_weights(graphs.values())

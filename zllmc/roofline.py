@@ -89,7 +89,8 @@ def run_model_only(model: Path, text: str, *, prompt: int, depth: int, as_json: 
     if not isinstance(target, GpuTarget):
         raise ZllmcError(f"--model-only reckons on a GPU's peaks; {target} is none. Measure it instead.")
     capacity = -(-(prompt + depth + 1) // KEY_BLOCK) * KEY_BLOCK
-    graphs = lower_entries(load_model(model, context=capacity, kv="f16").graph, context=capacity)
+    graph = load_model(model, context=capacity, kv="f16").graph
+    graphs = lower_entries(graph, context=capacity, chooses=True)
     passes = {
         "decode": estimate(graphs["decode"], target.product, tokens=1, cached=depth),
         "prefill": estimate(

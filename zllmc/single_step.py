@@ -53,7 +53,12 @@ class Machine:
     ) -> None:
         manifest = artifact.manifest
         model = load_model(source, context=manifest.context, kv=manifest.kv)
-        self.graphs = lower_entries(model.graph, context=manifest.context, max_batch=artifact.plan.max_batch)
+        self.graphs = lower_entries(
+            model.graph,
+            context=manifest.context,
+            max_batch=artifact.plan.max_batch,
+            chooses=manifest.gpu is not None,
+        )
         self.entries = {entry.name: entry for entry in artifact.plan.entries}
         self.weights = model.weights
         self.names = {buffer.name: number for number, buffer in enumerate(artifact.plan.buffers)}
