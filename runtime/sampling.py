@@ -70,6 +70,19 @@ class SamplingParams:
         penalties = (self.repeat_penalty - 1, self.presence_penalty, self.frequency_penalty)
         return self.penalty_window > 0 and any(penalties)
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the largest logit of the model decides alone."""
+        return self._keeps_logits and (self.temperature == 0 or self.top_k == 1)
+
+    def may_need_only(self, count: int) -> bool:
+        """Whether the `count` largest logits may say what `Sampler.sample_largest` must know of them."""
+        return self._keeps_logits and (0 < self.top_k <= count or (self.top_p == 1 and self.min_p > 0))
+
+    @property
+    def _keeps_logits(self) -> bool:
+        return not self.logit_bias and not self.penalizes
+
 
 GREEDY = SamplingParams(temperature=0.0)
 PARAMETERS = tuple(f.name for f in fields(SamplingParams))
@@ -93,7 +106,25 @@ class Sampler:
         Only tokens where `mask` (vocab,) is true are considered, by every step. Raises SamplingError if no
         token is left or a logit isn't a number.
         """
-        ids, kept = candidates(adjusted(logits, self.params, history, mask), self.params)
+        return self._draw(*candidates(adjusted(logits, self.params, history, mask), self.params))
+
+    def sample_largest(self, ids: NDArray[np.int32], logits: NDArray[np.float32]) -> int | None:
+        """What `sample` gives for logits of which only the largest are known, in falling order, of equal ones
+        the lowest id first. None, and nothing drawn, where the others matter too."""
+        params = self.params
+        _check_best(float(logits[0]))
+        if params.is_greedy:
+            return int(ids[0])
+        if not params.may_need_only(len(ids)):
+            return None
+        count = min(params.top_k or len(ids), len(ids))
+        # Without an end after `top_k`, it must be known that all others are below min_p's.
+        if params.top_k != count and float(logits[-1]) >= _floor(float(logits[0]), params):
+            return None
+        order = np.argsort(ids[:count])
+        return self._draw(*_narrowed(ids[order].astype(np.int64), logits[order].astype(np.float64), params))
+
+    def _draw(self, ids: NDArray[np.int64], kept: NDArray[np.float64]) -> int:
         if len(ids) == 1:
             return int(ids[0])
         with np.errstate(over="ignore"):  # a very low temperature makes all but the best −inf
@@ -131,21 +162,41 @@ def candidates(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The tokens that may be drawn, by id, and their logits: at least one. Greedy leaves exactly one."""
     best = int(np.argmax(logits))  # the first NaN, if there is one
-    if not math.isfinite(logits[best]):
-        reason = "no token is allowed" if logits[best] == -math.inf else "the logits aren't finite numbers"
-        raise SamplingError(f"there is no next token: {reason}")
+    _check_best(float(logits[best]))
     if params.temperature == 0 or params.top_k == 1:
         return np.array([best]), logits[[best]].astype(np.float64)
     ids = np.arange(len(logits))
     if 0 < params.top_k < len(logits):
-        ids = np.argpartition(logits, -params.top_k)[-params.top_k :]
-    kept = logits[ids].astype(np.float64)
+        least = np.partition(logits, -params.top_k)[-params.top_k]
+        ids = np.flatnonzero(logits >= least)
+        # Of those that are equal to the least, the lowest ids.
+        surplus = len(ids) - params.top_k
+        ids = np.delete(ids, np.flatnonzero(logits[ids] == least)[-surplus:]) if surplus else ids
+    return _narrowed(ids, logits[ids].astype(np.float64), params)
+
+
+def _check_best(logit: float) -> None:
+    """Raises SamplingError unless the largest logit may be chosen."""
+    if not math.isfinite(logit):
+        reason = "no token is allowed" if logit == -math.inf else "the logits aren't finite numbers"
+        raise SamplingError(f"there is no next token: {reason}")
+
+
+def _narrowed(
+    ids: NDArray[np.int64], kept: NDArray[np.float64], params: SamplingParams
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Those that top-p and min-p leave of tokens by id."""
     if params.top_p < 1:
         chosen = _likeliest(np.exp(kept - kept.max()), params.top_p)
         ids, kept = ids[chosen], kept[chosen]
-    floor = kept.max() + math.log(params.min_p) if params.min_p > 0 else -math.inf
-    ids = np.sort(ids[(kept >= floor) & (kept > -math.inf)])  # by id: near-ties can't change the order
-    return ids, logits[ids].astype(np.float64)
+    chosen = np.flatnonzero((kept >= _floor(float(kept.max()), params)) & (kept > -math.inf))
+    order = chosen[np.argsort(ids[chosen])]  # by id: near-ties can't change the order
+    return ids[order], kept[order]
+
+
+def _floor(best: float, params: SamplingParams) -> float:
+    """The least logit that min-p leaves, where `best` is the largest."""
+    return best + math.log(params.min_p) if params.min_p > 0 else -math.inf
 
 
 def _likeliest(weights: NDArray[np.float64], fraction: float) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
 from zllmc.runtime.sampling import GREEDY, Sampler, SamplingError, SamplingParams, adjusted, candidates
+from zllmc.zllm_ir.choice_ops import top_k
 
 OFF = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
@@ -70,6 +71,42 @@ def test_a_masked_token_is_never_chosen(logits, random, params):
     mask[random.randrange(len(mask))] = True
     sampler = Sampler(params, seed=1)
     assert all(mask[sampler.sample(logits, mask=mask)] for _ in range(20))
+
+
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 3.0]),
+    top_k=st.sampled_from([0, 1, 5, 8, 30]),
+    top_p=st.sampled_from([0.3, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.5]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 1.0]),
+    logit_bias=st.sampled_from([{}, {}, {0: 2.0}]),
+)
+tied = hnp.arrays(np.float32, st.integers(8, 60), elements=st.integers(-20, 6).map(lambda n: n / 2))
+
+
+@given(tied, SAMPLING, st.integers(0, 1000))
+def test_the_largest_logits_alone_give_the_same_tokens_where_they_give_any(logits, params, seed):
+    values, ids = top_k(logits[None], k=8)
+    whole, largest = Sampler(params, seed), Sampler(params, seed)
+    for _ in range(4):
+        found = largest.sample_largest(ids[0], values[0])
+        if found is None:
+            assert not params.is_greedy and not (0 < params.top_k <= 8 and params.may_need_only(8))
+            return
+        assert found == whole.sample(logits)
+
+
+def test_the_largest_logits_are_enough_where_the_others_are_below_min_p():
+    logits = np.log(np.float32([0.5, 0.3, 0.01, 0.009]))
+    values, ids = top_k(logits[None], k=3)
+    assert Sampler(only(min_p=0.1), 0).sample_largest(ids[0], values[0]) in (0, 1)
+    assert Sampler(only(min_p=0.019), 0).sample_largest(ids[0], values[0]) is None
+
+
+def test_of_equal_logits_top_k_keeps_the_lowest_ids():
+    ids, _ = candidates(np.float32([1, 2, 1, 0, 1]), only(top_k=3))
+    assert ids.tolist() == [0, 1, 2]
 
 
 def test_top_k_counts_only_tokens_that_the_mask_allows():
