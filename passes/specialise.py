@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-
-import sympy
 
 from zllmc.passes.rewrite import substitute
 from zllmc.zllm_ir.graph import Graph, Value
-from zllmc.zllm_ir.types import Dim, R, T, TensorType
+from zllmc.zllm_ir.types import R, T, TensorType, fixed
 
 
 def specialise(graph: Graph, tokens: int | None) -> Graph:
@@ -46,10 +43,5 @@ def specialise(graph: Graph, tokens: int | None) -> Graph:
 def _fixed(value: Value) -> Value:
     if not isinstance(value.type, TensorType):
         return value
-    return Value(value.name, TensorType(value.type.dtype, tuple(_one(d) for d in value.type.shape)))
-
-
-@cache  # a model repeats a few dimensions hundreds of times
-def _one(dim: Dim) -> Dim:
-    dim = sympy.sympify(dim).subs({T: 1, R: 1})
-    return int(dim) if dim.is_Integer else dim
+    shape = tuple(fixed(d, {T: 1, R: 1}) for d in value.type.shape)
+    return Value(value.name, TensorType(value.type.dtype, shape))

@@ -35,7 +35,7 @@ def _infer_merge(partial: TensorType, splits: int) -> TensorType:
     heads, width = partial.shape
     if splits < 1 or int(width) % splits or int(width) // splits <= 2:
         raise IRError(f"attention_merge: {splits} splits of {partial}")
-    return TensorType("f32", (1, heads * (width // splits - 2)))
+    return TensorType("f32", (1, heads * (int(width) // splits - 2)))
 
 
 @register(infer=_infer_partial)

@@ -29,7 +29,7 @@ from typing import Any
 from zllmc.zllm_ir.errors import IRError
 from zllmc.zllm_ir.fused_ops import GROUP
 from zllmc.zllm_ir.graph import Attr, Value
-from zllmc.zllm_ir.types import Dim, KVType, R, T, TensorType
+from zllmc.zllm_ir.types import Dim, KVType, R, T, TensorType, fixed
 
 ROW_PAD = 16  # elements that rows in memory are padded to
 KEY_BLOCK = 16  # keys whose elements interleave in the cache: one score vector of every target
@@ -185,8 +185,7 @@ def row_bytes(operand: Operand) -> int:
 
 def value_bytes(operand: Operand, tokens: int, rows: int) -> int:
     """Bytes of a computed value, padding included, when T is `tokens` and R is `rows`."""
-    first = operand.type.shape[0]
-    return ({T: tokens, R: rows}.get(first) or int(first)) * row_bytes(operand)
+    return int(fixed(operand.type.shape[0], {T: tokens, R: rows})) * row_bytes(operand)
 
 
 def stacked(result: Operand) -> Operand:
@@ -232,4 +231,4 @@ def kv_layout(type: KVType, capacity: int) -> KVLayout:
 
 def static_dim(dim: Dim) -> int | None:
     """The dimension as an int, or None where it is symbolic (T, R)."""
-    return int(dim) if isinstance(dim, int) or dim.is_Integer else None
+    return dim if isinstance(dim, int) else None

@@ -166,9 +166,10 @@ def split(x: Array, *, sizes: tuple[int, ...]) -> tuple[Array, ...]:
 
 
 def _infer_split_heads(x: TensorType, heads: int) -> TensorType:
-    if x.shape[-1] % heads:
+    width = int(x.shape[-1])
+    if width % heads:
         raise IRError(f"split_heads: {heads} heads of {x}")
-    return _f32(*x.shape[:-1], heads, x.shape[-1] // heads)
+    return _f32(*x.shape[:-1], heads, width // heads)
 
 
 @register(infer=_infer_split_heads)
@@ -228,7 +229,7 @@ def rope_table(
 
 def _infer_rope(x: TensorType, cos: TensorType, sin: TensorType, style: str) -> TensorType:
     tokens, _heads, head_dim = x.shape
-    if cos != sin or cos.shape[0] != tokens or 2 * cos.shape[1] > head_dim:
+    if cos != sin or cos.shape[0] != tokens or 2 * int(cos.shape[1]) > int(head_dim):
         raise IRError(f"rope: x is {x}, cos {cos} and sin {sin}")
     if style not in ("norm", "neox"):
         raise IRError(f"rope: unknown style {style!r}: one of norm, neox")

@@ -4,18 +4,88 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import sympy
-
 from zllmc.zllm_ir.errors import IRError
 
-Dim: TypeAlias = int | sympy.Expr
+Term: TypeAlias = tuple[tuple[str, ...], int]  # symbols, sorted, and their product's factor
 
-T = sympy.Symbol("T", integer=True, positive=True)  # tokens in this pass
-S = sympy.Symbol("S", integer=True, nonnegative=True)  # tokens cached before this pass
-R = sympy.Symbol("R", integer=True, positive=True)  # rows of this pass whose logits are wanted
+
+@dataclass(frozen=True, repr=False)
+class Expr:
+    """A polynomial in symbols, with integer factors: T, S + T, 2*T - 1. Equal ones compare equal, since their
+    terms are in order and none is 0. Arithmetic gives an int where no symbol is left."""
+
+    terms: tuple[Term, ...]
+
+    def __add__(self, other: Dim) -> Dim:
+        return _sum([*self.terms, *_terms(other)])
+
+    def __mul__(self, other: Dim) -> Dim:
+        return _sum((tuple(sorted(a + b)), p * q) for a, p in self.terms for b, q in _terms(other))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __neg__(self) -> Dim:
+        return self * -1
+
+    def __sub__(self, other: Dim) -> Dim:
+        return self + -other
+
+    def __rsub__(self, other: int) -> Dim:
+        return -self + other
+
+    def __int__(self) -> int:
+        raise IRError(f"{self} is no number before its symbols are known")
+
+    def __repr__(self) -> str:
+        text = ""
+        for names, factor in self.terms:
+            factors = [str(abs(factor))] if abs(factor) != 1 or not names else []
+            sign = (" - " if factor < 0 else " + ") if text else "-" if factor < 0 else ""
+            text += sign + "*".join([*factors, *names])
+        return text
+
+
+Dim: TypeAlias = int | Expr
+
+
+def fixed(dim: Dim, values: Mapping[Expr, int]) -> Dim:
+    """The dimension with these symbols replaced by numbers."""
+    if isinstance(dim, int):
+        return dim
+    result: Dim = 0
+    for names, factor in dim.terms:
+        term: Dim = factor
+        for symbol in map(_symbol, names):
+            term = term * values.get(symbol, symbol)
+        result = result + term
+    return result
+
+
+def _symbol(name: str) -> Expr:
+    return Expr((((name,), 1),))
+
+
+def _terms(dim: Dim) -> tuple[Term, ...]:
+    return dim.terms if isinstance(dim, Expr) else (((), dim),)
+
+
+def _sum(terms: Iterable[Term]) -> Dim:
+    factors: dict[tuple[str, ...], int] = defaultdict(int)
+    for names, factor in terms:
+        factors[names] += factor
+    left = sorted((term for term in factors.items() if term[1]), key=lambda term: (not term[0], term[0]))
+    constant = not any(names for names, _ in left)
+    return sum(factor for _, factor in left) if constant else Expr(tuple(left))
+
+
+T = _symbol("T")  # tokens in this pass
+S = _symbol("S")  # tokens cached before this pass
+R = _symbol("R")  # rows of this pass whose logits are wanted
 
 SYMBOLS = {"T": T, "S": S, "R": R}
 

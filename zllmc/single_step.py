@@ -37,7 +37,7 @@ from zllmc.zllm_ir.plan import (
     Launch,
     Pointer,
 )
-from zllmc.zllm_ir.types import R, T
+from zllmc.zllm_ir.types import R, T, fixed
 
 Array = NDArray[Any]
 
@@ -168,7 +168,7 @@ class Step:
         dtype, shape = operand.type.dtype, operand.type.shape
         if not shape:
             return np.int32(self.machine.read(place, np.int32, (1,))[0])  # type: ignore[return-value]
-        rows = {T: self.tokens, R: self.rows}.get(shape[0]) or int(shape[0])
+        rows = int(fixed(shape[0], {T: self.tokens, R: self.rows}))
         inner = tuple(int(d) for d in shape[1:])
         width = prod(inner)
         if dtype == "a8":

@@ -16,7 +16,7 @@ from tiny import tiny_model
 
 pytest_plugins = ("cli_fixtures",)
 
-COMPILER = ("tvm", "sympy", "networkx", "zllmc.frontends", "zllmc.passes", "zllmc.codegen", "zllmc.compiler")
+COMPILER = ("tvm", "zllmc.frontends", "zllmc.passes", "zllmc.codegen", "zllmc.compiler")
 
 
 def test_compile_writes_an_artifact_that_runs_without_the_model(

@@ -57,7 +57,7 @@ compile_model(sys.argv[3], sys.argv[2], context=64)
 """
 NO_COMPILER = """
 import json, sys
-BANNED = {"tvm", "sympy", "networkx"}
+BANNED = {"tvm"}
 BANNED |= {f"zllmc.{name}" for name in ("compiler", "frontends", "passes", "codegen", "targets")}
 class Ban:
     def find_spec(self, name, path=None, target=None):

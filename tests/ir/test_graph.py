@@ -12,7 +12,7 @@ from zllmc.zllm_ir.errors import IRError
 from zllmc.zllm_ir.graph import Builder, Graph, Node, Value
 from zllmc.zllm_ir.interpreter import Interpreter
 from zllmc.zllm_ir.text import parse, print_graph
-from zllmc.zllm_ir.types import SYMBOLS, KVType, R, S, T, TensorType, parse_type
+from zllmc.zllm_ir.types import SYMBOLS, Dim, KVType, R, S, T, TensorType, fixed, parse_type
 from zllmc.zllm_ir.verify import verify
 
 F32 = "f32"
@@ -178,6 +178,26 @@ def test_state_types_parse_back() -> None:
 def test_what_is_no_type_is_refused(text: str) -> None:
     with pytest.raises(IRError, match="not a"):
         parse_type(text)
+
+
+numbers = st.integers(-9, 9)
+
+
+@given(numbers, numbers, numbers, st.integers(1, 99), st.integers(0, 99))
+def test_dimensions_compute_as_their_numbers_do(a: int, b: int, c: int, tokens: int, cached: int) -> None:
+    def of(t: Dim, s: Dim) -> Dim:
+        return (a * t - b) * (s + c * t) - (3 - t)
+
+    assert fixed(of(T, S), {T: tokens, S: cached}) == of(tokens, cached)
+    assert fixed(fixed(of(T, S), {S: cached}), {T: tokens}) == of(tokens, cached)
+
+
+def test_equal_dimensions_are_equal() -> None:
+    assert (T + S) * (T - S) == T * T - S * S and hash(S + T) == hash(T + S)
+    assert T - T == 0 and type(2 * T - T - T + 4) is int
+    assert str((T + S) * 2 - T * S - 1) == "2*S - S*T + 2*T - 1"
+    with pytest.raises(IRError, match="T is no number"):
+        int(T)
 
 
 def test_kv_bytes_per_token() -> None:
