@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from zllmc.codegen.dot import Dot, broadcast_pair, broadcast_step, load_i32
 from zllmc.codegen.grid_codes import load_scale
 from zllmc.codegen.packing import STEPS, UNIT, PackedLayout
-from zllmc.codegen.tir import Expr, Memory, Register, bind, bits, broadcast, cast, const, serial
+from zllmc.codegen.tir import Expr, Memory, Register, bind, bits, broadcast, cast, const, prefetch, serial
 from zllmc.zllm_ir.block_format import Float
 from zllmc.zllm_ir.errors import ZllmcError
 
@@ -38,6 +38,9 @@ class Activations:
     def codes(self, row: Expr, unit: Expr) -> Expr:
         """The unit's codes as they lie there, i8."""
         return self._bytes.load(4 * row + unit * UNIT, UNIT)
+
+    def prefetch(self, row: Expr, unit: Expr) -> None:
+        prefetch(self._bytes, 4 * row + unit * UNIT)
 
     def step(self, row: Expr, unit: Expr, step: Expr) -> Expr:
         """Four codes."""

@@ -1,7 +1,7 @@
 """The linear family: y = alpha · (x · Wᵀ) + bias + residual, straight from packed weights.
 
 One generator serves every block format: what differs is data in its description (`block_sums`). Decode has
-one row of x and reads every packed byte once. More rows are taken in blocks that stay in the L2 cache; a few
+one row of x and reads every packed byte once. More rows are taken in large blocks, at whose pace the weights stream past; a few
 groups of weights at a time are unpacked for all of them, and multiplied in tiles (`linear_tiles`).
 """
 
@@ -36,7 +36,7 @@ from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand, activation_row_bytes
 
 PREFETCH_BYTES = 6144  # 2 KiB is too late for memory, 16 KiB crowds the L1 cache
-_L2_SHARE = 192 * 1024  # bytes of x that stay in a core's L2 cache while weights stream past
+_BLOCK = 512 * 1024  # bytes of x that the weights are unpacked for at once; they may come from the L3 cache
 
 
 def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
@@ -78,7 +78,7 @@ def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
             tokens = bind(row_count(x, given["control"]))
             size = columns if quantized else 4 * columns
             height = groups.tiles.height
-            block = max(2, _L2_SHARE // size // height) * height
+            block = max(2, _BLOCK // size // height) * height
             with serial(0, (tokens + (block - 1)) // block) as b:
                 first = bind(b * block)
                 groups.prefill(begin, end, first, bind(T.min(tokens - first, block)), block)

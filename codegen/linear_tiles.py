@@ -106,7 +106,7 @@ class Tiles:
         def tile(row: Expr, rows: int, begin: Expr, end: Expr) -> None:
             words = [bind((first + row + r) * stride) for r in range(rows)]
             ask = partial(prefetch, ahead=piece * units)
-            _Tile(self, weights, vectors, starts, words, row, zero, ask).add(totals, begin, end)
+            _Tile(self, weights, vectors, starts, words, stride, row, zero, ask).add(totals, begin, end)
 
         with serial(0, -(-blocks // piece)) as p:
             begin = bind(p * piece)
@@ -232,6 +232,7 @@ class _Tile:
     vectors: _UnitVectors
     starts: Memory | None
     words: Sequence[Expr]
+    stride: Expr
     row: Expr
     zero: Expr
     prefetch: Callable[[Expr], None]
@@ -303,9 +304,12 @@ class _Tile:
             totals.set(r, g, value)
 
     def _ask(self, unit: Expr) -> None:
-        """The first tile has the next weights on their way while all tiles compute."""
+        """Have on its way what will be read next: by the first tile the next weights, and by each the same
+        columns of the next rows of x, which may be in the L3 cache."""
         with when(self.row < 1):
             self.prefetch(unit)
+        for row in self.words:
+            self.of.x.prefetch(row + len(self.words) * self.stride, unit)
 
     # -- sums of integers ----------------------------------------------------------------------------------
 
