@@ -1,8 +1,8 @@
 """The linear family: y = alpha · (x · Wᵀ) + bias + residual, straight from packed weights.
 
 One generator serves every block format: what differs is data in its description (`block_sums`). Decode has
-one row of x and reads every packed byte once. More rows are taken in large blocks, at whose pace the weights stream past; a few
-groups of weights at a time are unpacked for all of them, and multiplied in tiles (`linear_tiles`).
+one row of x and reads every packed byte once. More rows are taken in large blocks; a few groups of weights at
+a time are unpacked for all of a block's rows, and multiplied in tiles (`linear_tiles`, `plain_tiles`).
 """
 
 from __future__ import annotations
