@@ -7,7 +7,9 @@ from typing import Any
 from tvm import tirx
 
 from zllmc.codegen.attention_cache import Head
-from zllmc.codegen.attention_unit import Shape, Tiles, Unit, check, register_rows
+from zllmc.codegen.attention_pairs import has_pairs
+from zllmc.codegen.attention_shape import Shape, Tiles, check, register_rows
+from zllmc.codegen.attention_unit import Unit
 from zllmc.codegen.rows import row_count, signature
 from zllmc.codegen.tir import Kernel, bind, broadcast, const, hold, serial
 from zllmc.targets.vector import VectorTarget
@@ -37,6 +39,7 @@ def attention_rows(call: KernelCall, target: VectorTarget, name: str) -> Any:
         tile_rows=rows,
         scale=attributes["scale"],
         softcap=attributes["softcap"],
+        pairs=has_pairs(target, cache),
     )
     kv_heads, group, window = cache.type.kv_heads, heads // cache.type.kv_heads, attributes["window"]
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from tvm import tirx
+
 from zllmc.codegen.tir import Expr, Memory, bind, cast, prefetch
 from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KVOperand
 
-SCALE_GROUP = 64  # elements of a q8 key or value that share a scale
 LINE = 64  # bytes of a cache line
 AHEAD = 6 << 10  # bytes between a key that is read and the one asked for: some 500 ns of work
 
@@ -48,10 +49,29 @@ class Head:
     def expect_value(self, key: Expr, element: Expr) -> None:
         prefetch(self._values, key * self.head_dim + element)
 
+    def key_codes(self, block: Expr, element: Expr) -> Expr:
+        """Element `element` of the 16 q8 keys of key block `block`, as i8."""
+        return bind(self._keys.load((block * self.head_dim + element) * KEY_BLOCK, KEY_BLOCK))
+
+    def value_codes(self, key: Expr, element: Expr) -> Expr:
+        """16 elements of a q8 value, as i8."""
+        return bind(self._values.load(key * self.head_dim + element, KEY_BLOCK))
+
     def value_scales(self, block: Expr) -> list[Expr]:
         """The scales of the 16 values of a key block: [key][group], in vectors."""
         size = KEY_BLOCK * self.groups
         return [self._vector(self._value_scales, block * size + i) for i in range(0, size, self.lanes)]
+
+    def value_scales_of(self, block: Expr, group: int) -> list[Expr]:
+        """The scales of one group of the 16 values of a key block."""
+        size = self.lanes * self.groups
+        rows = [
+            bind(self._value_scales.load((block * KEY_BLOCK + i) * self.groups, size))
+            for i in range(0, KEY_BLOCK, self.lanes)
+        ]
+        if self.groups > 1:
+            rows = [tirx.Shuffle([row], list(range(group, size, self.groups))) for row in rows]
+        return [bind(cast(row, "float32")) for row in rows]
 
     def _vector(self, memory: Memory, at: Expr) -> Expr:
         return bind(cast(memory.load(at, self.lanes), "float32"))

@@ -10,15 +10,9 @@ from typing import Any
 from tvm import tirx
 
 from zllmc.codegen.attention_cache import Head
-from zllmc.codegen.attention_unit import (
-    LOWEST,
-    Shape,
-    Tiles,
-    Unit,
-    check,
-    max_lanes,
-    register_rows,
-)
+from zllmc.codegen.attention_pairs import has_pairs
+from zllmc.codegen.attention_shape import Shape, Tiles, check, register_rows
+from zllmc.codegen.attention_unit import LOWEST, Unit
 from zllmc.codegen.quantize import ActivationRows
 from zllmc.codegen.rows import pieces, share, signature
 from zllmc.codegen.tir import (
@@ -34,7 +28,7 @@ from zllmc.codegen.tir import (
     local,
     serial,
 )
-from zllmc.codegen.vector_math import exp2, fma, sum_lanes
+from zllmc.codegen.vector_math import exp2, fma, max_lanes, sum_lanes
 from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.attention_ops import SPLIT_KEYS
 from zllmc.zllm_ir.errors import IRError
@@ -65,6 +59,7 @@ def attention_partial(call: KernelCall, target: VectorTarget, name: str) -> Any:
         tile_rows=tiles[0].rows,
         scale=attributes["scale"],
         softcap=attributes["softcap"],
+        pairs=has_pairs(target, cache),
     )
 
     with Kernel(name, **signature(call)) as k:

@@ -20,6 +20,10 @@ def fma(a: Expr, b: Expr, c: Expr) -> Expr:
     return llvm("llvm.fma", str(a.ty.dtype), a, b, c)
 
 
+def sqrt(x: Expr) -> Expr:
+    return llvm("llvm.sqrt", str(x.ty.dtype), x)
+
+
 def polynomial(x: Expr, coefficients: Sequence[float], dtype: str = "float32") -> Expr:
     """Σ coefficients[i] · xⁱ (Horner)."""
     lanes = lanes_of(x)
@@ -204,4 +208,14 @@ def sum_lanes(x: Expr) -> Expr:
         x = bind(x)
         low, high = (tirx.Shuffle([x], list(range(i, i + lanes))) for i in (0, lanes))
         x = low + high
+    return x
+
+
+def max_lanes(x: Expr) -> Expr:
+    """The largest of an f32 vector's elements, by halves."""
+    lanes = lanes_of(x)
+    while lanes > 1:
+        lanes //= 2
+        x = bind(x)
+        x = tirx.max(*(tirx.Shuffle([x], list(range(i, i + lanes))) for i in (0, lanes)))
     return x

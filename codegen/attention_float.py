@@ -1,0 +1,132 @@
+"""q · k and Σ p · v in f32, as every target can: keys and values are converted as they are read."""
+
+from __future__ import annotations
+
+from tvm import tirx
+
+from zllmc.codegen.attention_cache import LINE, Head
+from zllmc.codegen.attention_shape import (
+    BLOCK,
+    SCALE_GROUP,
+    Scratch,
+    Shape,
+    Tile,
+    chunk_vectors,
+    fits,
+    tree,
+    zeros,
+)
+from zllmc.codegen.tir import Expr, Memory, Register, bind, broadcast, const, hold, local, serial, when
+from zllmc.codegen.vector_math import fma
+from zllmc.zllm_ir.kernel_graph import KEY_BLOCK
+
+ELEMENTS = 4  # of 16 keys each, in one round of scores
+
+
+class FloatProducts:
+    """The products of a unit's rows with a block of keys and values."""
+
+    def __init__(self, shape: Shape, scratch: Scratch) -> None:
+        self.shape, self._scratch = shape, scratch
+        self._q = local("float32", shape.rows * shape.head_dim)  # scaled
+        self._value_scales = local("float32", max(1, shape.cache.layout.groups) * BLOCK)  # [key][group]
+
+    def query(self, i: Expr, q: Memory, at: Expr, scale: float) -> None:
+        """Keeps q[at …] · scale as row i."""
+        lanes, width = self.shape.lanes, self.shape.head_dim
+        with serial(0, width // lanes) as v:
+            scaled = q.load(at + v * lanes, lanes) * const(scale, "float32", lanes)
+            self._q.store(i * width + v * lanes, scaled)
+
+    def load(self, head: Head, key: Expr, count: Expr) -> None:
+        """Turns to the keys key … key + count − 1."""
+        if not head.groups:
+            return
+        first = hold(tirx.truncdiv(key, KEY_BLOCK))
+        with serial(0, tirx.truncdiv(count + (KEY_BLOCK - 1), KEY_BLOCK)) as b:
+            for i, scales in enumerate(head.value_scales(first + b)):
+                self._value_scales.store(b * (KEY_BLOCK * head.groups) + i * self.shape.lanes, scales)
+
+    def score(self, head: Head, tile: Tile, key: Expr) -> None:
+        """scores[row][key] = q · k."""
+        lanes, width = self.shape.lanes, self.shape.head_dim
+        vectors = KEY_BLOCK // lanes
+        sets = self._sets(tile.rows, vectors, 4)
+        group = SCALE_GROUP if head.groups else width
+        q = bind(tile.row * width)
+        first = hold(tirx.truncdiv(key, KEY_BLOCK))
+        with serial(0, tirx.truncdiv(tile.count + (KEY_BLOCK - 1), KEY_BLOCK)) as b:
+            for begin in range(0, width, group):
+                sums = [zeros("float32", tile.rows, vectors, lanes) for _ in range(sets)]
+                with serial(0, min(group, width - begin) // ELEMENTS) as step:
+                    for i in range(ELEMENTS):
+                        e = begin + step * ELEMENTS + i
+                        if tile.leads and i * KEY_BLOCK * head.itemsize % LINE == 0:
+                            head.expect_keys(first + b, e)
+                        keys = head.key(first + b, e)
+                        for m in range(tile.rows):
+                            x = bind(broadcast(self._q.load(q + m * width + e), lanes))
+                            for total, k in zip(sums[i % sets][m], keys, strict=True):
+                                total.set(fma(x, k, total.get()))
+                scales = head.key_scales(first + b, begin // group) if head.groups else []
+                for m in range(tile.rows):
+                    for v in range(vectors):
+                        at = m * BLOCK + b * KEY_BLOCK + v * lanes
+                        score = tree(_add, [s[m][v].get() for s in sums])
+                        if head.groups:
+                            zero = const(0.0, "float32", lanes)
+                            before = self._scratch.scores.load(at, lanes) if begin else zero
+                            score = fma(score, scales[v], before)
+                        self._scratch.scores.store(at, score)
+
+    def weigh(self, m: Expr, key: Expr, weights: Expr) -> None:
+        """Takes the weights of row m of the tile at the keys from `key` of the block on."""
+        self._scratch.scores.store(m * BLOCK + key, weights)
+
+    def add_values(self, head: Head, tile: Tile, key: Expr) -> None:
+        """output = output · rescale + gain · Σ weights[key] · value[key]."""
+        lanes, width = self.shape.lanes, self.shape.head_dim
+        vectors = chunk_vectors(self.shape, tile.rows)
+        sets = self._sets(tile.rows, vectors, 2)
+        chunk = vectors * lanes
+
+        with serial(0, width // chunk) as c:
+            start = bind(c * chunk)
+            sums = [zeros("float32", tile.rows, vectors, lanes) for _ in range(sets)]
+
+            def add(s: Expr, apart: list[list[Register]]) -> None:
+                if tile.leads:
+                    head.expect_value(key + s + BLOCK, start)
+                values = [head.value(key + s, start + v * lanes) for v in range(vectors)]
+                if head.groups:
+                    scale = self._value_scales.load(s * head.groups + tirx.truncdiv(start, SCALE_GROUP))
+                    values = [bind(v * bind(broadcast(scale, lanes))) for v in values]
+                for m in range(tile.rows):
+                    weight = bind(broadcast(self._scratch.scores.load(m * BLOCK + s), lanes))
+                    for total, value in zip(apart[m], values, strict=True):
+                        total.set(fma(weight, value, total.get()))
+
+            with serial(0, tirx.truncdiv(tile.count, sets)) as s:
+                for i in range(sets):
+                    add(s * sets + i, sums[i])
+            if sets > 1:
+                with when(tirx.NE(tirx.truncmod(tile.count, sets), 0)):
+                    add(tile.count - 1, sums[0])
+            output = self._scratch.output
+            for m in range(tile.rows):
+                factors = (self._scratch.rescale, self._scratch.gain)
+                rescale, gain = (bind(broadcast(f.load(m), lanes)) for f in factors)
+                for v in range(vectors):
+                    at = bind((tile.row + m) * width + start + v * lanes)
+                    total = bind(tree(_add, [apart[m][v].get() for apart in sums]) * gain)
+                    output.store(at, fma(output.load(at, lanes), rescale, total))
+
+    def _sets(self, rows: int, vectors: int, most: int) -> int:
+        """Over how many sets of sums, a power of two, a tile spreads its products: with few sums fma would
+        wait for its last result."""
+        sums, target = rows * vectors, self.shape.target
+        return next(n for n in (4, 2, 1) if n == 1 or (n <= most and fits(target, n * sums, vectors)))
+
+
+def _add(a: Expr, b: Expr) -> Expr:
+    return a + b
