@@ -1,7 +1,4 @@
-"""HIP C++ to AMD code objects, by any clang that has the AMDGPU back end: no ROCm is needed.
-
-Code objects: LLVM, "User Guide for AMDGPU Backend", sections "ELF Code Object" and "Code Object V5 Metadata".
-"""
+"""HIP C++ to AMD code objects, by any clang that has the AMDGPU back end: no ROCm is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import struct
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +18,7 @@ import msgspec
 from zllmc.codegen.gpu_toolchain import Binary, KernelResources, prelude, run_compiler
 from zllmc.targets.gpu import GpuTarget
 from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.gpu_binary import code_object_metadata
 
 _OLDEST = 18  # the first clang that knows every target
 
@@ -124,27 +121,10 @@ class _Metadata(msgspec.Struct):
 
 def resources(code: bytes) -> dict[str, KernelResources]:
     """What a code object's metadata tells of each kernel."""
-    metadata = msgspec.msgpack.decode(_metadata(code), type=_Metadata)
+    metadata = msgspec.convert(code_object_metadata(code), _Metadata)
     return {
         k.name: KernelResources(
             k.vgpr_count, 4 * k.vgpr_spill_count, k.private_segment_fixed_size, k.group_segment_fixed_size
         )
         for k in metadata.kernels
     }
-
-
-def _metadata(code: bytes) -> bytes:
-    """The MessagePack of an ELF64's note AMDGPU/NT_AMDGPU_METADATA."""
-    nt_amdgpu_metadata, pt_note = 32, 4
-    (headers_at,) = struct.unpack_from("<Q", code, 0x20)
-    size, count = struct.unpack_from("<HH", code, 0x36)
-    for header in range(headers_at, headers_at + size * count, size):
-        kind, _, at, _, _, length = struct.unpack_from("<IIQQQQ", code, header)
-        end = at + length if kind == pt_note else at
-        while at < end:
-            name_size, data_size, note = struct.unpack_from("<III", code, at)
-            data_at = at + 12 + (name_size + 3) // 4 * 4
-            if note == nt_amdgpu_metadata and code[at + 12 : at + 19] == b"AMDGPU\0":
-                return code[data_at : data_at + data_size]
-            at = data_at + (data_size + 3) // 4 * 4
-    raise ValueError("a code object without metadata")

@@ -28,6 +28,7 @@ from zllmc.runtime.gpu_graph import Graph
 from zllmc.runtime.gpu_memory import SLOT, DeviceMemory, Staging, attempt
 from zllmc.runtime.gpu_recording import GpuRecording
 from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.gpu_binary import parameters
 from zllmc.zllm_ir.plan import EntryPoint
 
 
@@ -106,6 +107,7 @@ class GpuDevice:
             closing.callback(attempt, release, device)
         driver.select(self._selected)
         self._functions: dict[str, int] = {}
+        self._parameters: dict[str, int] = {}  # of the kernels whose binary says how many
         for kernel, binary in self._kernels.items():
             try:
                 module = driver.made(driver.module, binary)
@@ -113,6 +115,7 @@ class GpuDevice:
                 self._functions[kernel] = driver.made(driver.function, module, kernel.encode())
             except DriverError as error:
                 raise ZllmcError(f"{self.name} cannot load kernel {kernel}: {error}") from error
+            self._parameters |= parameters(binary)
         self._stream = driver.made(driver.stream, NON_BLOCKING)
         closing.callback(attempt, driver.destroy_stream, self._stream)
         self._memory = DeviceMemory(driver, self._stream)
@@ -192,7 +195,7 @@ class GpuDevice:
         recording.replay()
 
     def record(self, entry: EntryPoint, buffers: Sequence[DeviceBuffer]) -> GpuRecording:
-        """As `Device.record`. Raises KernelError for a kernel that was not loaded."""
+        """As `Device.record`. Raises KernelError for a kernel that is not there or takes other pointers."""
         return GpuRecording(self, entry, buffers)
 
     def synchronize(self) -> None:

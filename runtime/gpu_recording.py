@@ -177,7 +177,9 @@ class GpuRecording:
 
 
 def _function(device: GpuDevice, launch: Launch) -> int:
-    try:
-        return device._functions[launch.kernel]
-    except KeyError:
-        raise KernelError(f"there is no kernel {launch.kernel}") from None
+    given, takes = len(launch.args), device._parameters.get(launch.kernel)
+    if launch.kernel not in device._functions:
+        raise KernelError(f"there is no kernel {launch.kernel}")
+    if takes not in (given, None):  # the driver would read on after the last of them
+        raise KernelError(f"{launch.kernel} takes {takes} pointers, not {given}")
+    return device._functions[launch.kernel]

@@ -74,13 +74,17 @@ def test_a_kernel_that_is_missing_from_its_binary(double):
         )
 
 
-def test_launches_that_are_refused(double):
-    device = double.open()
+def test_launches_that_are_refused(double, monkeypatch):
+    monkeypatch.setattr("zllmc.runtime.gpu.parameters", lambda binary: {binary.split()[1].decode(): 2})
+    device = double.open(parameters={"accumulate": 2})
     y = put(device, np.zeros(THREADS))
     with pytest.raises(KernelError, match="there is no kernel nonsense"):
         device.launch("nonsense", (1, 1), 64, [(y, 0)])
     with pytest.raises(KernelError, match="accumulate is given numbers"):
         device.record(entry(step(7, 8)), [y])
+    for pointers in 1, 3:
+        with pytest.raises(KernelError, match=f"accumulate takes 2 pointers, not {pointers}"):
+            device.launch("accumulate", (1, 1), THREADS, [(y, 0)] * pointers)
     with pytest.raises(ValueError, match="a launch points 512 bytes into buffer 0"):
         device.launch("accumulate", (1, 1), THREADS, [(y, 512), (y, 0)])
 

@@ -15,6 +15,7 @@ from zllmc.codegen.rocm_toolchain import Clang, assembly, compile_hip, find_hip_
 from zllmc.targets import cuda, rocm
 from zllmc.targets.gpu import GpuTarget
 from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.gpu_binary import code_object_metadata, parameters
 from zllmc.zllm_ir.matrix_unit import MatrixInstruction
 
 CUDA = [cuda.TARGETS[name] for name in ("sm_80", "sm_90", "sm_120")]
@@ -103,6 +104,7 @@ def test_preludes_compile_and_the_kernels_resources_are_known(target: GpuTarget)
     assert everything.shared_memory == 4096 + 1024
     assert 8 <= everything.registers <= 64
     assert (everything.spills, binary.kernels["math"].spills) == (0, 0)
+    assert parameters(binary.code) == {"everything": 3, "math": 2}
 
 
 @pytest.mark.parametrize("target", CUDA, ids=str)
@@ -126,6 +128,14 @@ def test_a_code_object_is_of_its_architecture(target: GpuTarget) -> None:
     assert machine == 224  # EM_AMDGPU
     assert flags & 0xFF == AMD_MACHINES[target.name]
     assert compiled(target).code[7:9] == b"\x40\x03"  # OSABI_AMDGPU_HSA, code object version 5
+
+
+def test_parameters_that_the_compiler_adds_are_not_counted() -> None:
+    body = "y[0] = __builtin_amdgcn_workgroup_size_x();"  # which is read from a hidden argument
+    source = f'#include "prelude.h"\nextern "C" __global__ void size(float* y) {{ {body} }}\n'
+    code = compiled(rocm.TARGETS["gfx942"], source).code
+    assert len(code_object_metadata(code)["amdhsa.kernels"][0][".args"]) > 1
+    assert parameters(code) == {"size": 1}
 
 
 @pytest.mark.parametrize("target", CUDA, ids=str)
@@ -192,7 +202,7 @@ def test_the_same_source_gives_the_same_bytes(target: GpuTarget) -> None:
 def test_ptx_is_made_for_architectures_to_come() -> None:
     binary = compile_cuda(EVERYTHING, CUDA[0], output="ptx")
     assert b".target sm_80" in binary.code and b"ld.global.nc.v4" in binary.code
-    assert (binary.format, binary.kernels) == ("ptx", {})
+    assert (binary.format, binary.kernels, parameters(binary.code)) == ("ptx", {}, {})
 
 
 @pytest.mark.parametrize("target", [CUDA[0], ROCM[0]], ids=str)
