@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 from zllmc.zllm_ir.plan import EntryPoint, Launch, Pointer
 
 _PIECE = 64 << 20  # bytes of a file that are read at a time
+READ_LATER = 1024  # bytes
 
 
 class KernelError(Exception):
@@ -72,6 +73,12 @@ class Device(Protocol):
         self, buffer: DeviceBuffer, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0
     ) -> NDArray[Any]:
         """A copy of the buffer's bytes from `offset` on, once all work before is done."""
+
+    def read_later(
+        self, buffer: DeviceBuffer, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0
+    ) -> Callable[[], NDArray[Any]]:
+        """What `read` would give now, at most READ_LATER bytes. A call of the result waits for them, and for
+        no later work. Of what such work writes before the call, it may give the old or the new."""
 
     def launch(
         self,

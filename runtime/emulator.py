@@ -20,7 +20,7 @@ import ctypes
 import itertools
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -157,6 +157,12 @@ class EmulatedDevice:
         buffer.check(offset, data.nbytes)
         ctypes.memmove(data.ctypes.data, buffer.address + offset, data.nbytes)
         return data
+
+    def read_later(
+        self, buffer: DeviceBuffer, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0
+    ) -> Callable[[], NDArray[Any]]:
+        data = self.read(buffer, dtype, shape, offset)
+        return lambda: data
 
     def launch(
         self,

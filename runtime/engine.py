@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ from zllmc.runtime.devices import Mode, open_device
 from zllmc.runtime.text import Tokenizer
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.plan import (
+    CHOSEN,
+    CONTROL_BEST,
     CONTROL_CACHED,
     CONTROL_FIRST_ROW,
     CONTROL_TOKENS,
@@ -23,6 +25,9 @@ from zllmc.zllm_ir.plan import (
     Buffer,
     EntryPoint,
 )
+
+if TYPE_CHECKING:
+    from zllmc.runtime.greedy_rounds import GreedyRounds
 
 Logits = NDArray[np.float32]
 
@@ -39,6 +44,7 @@ class Session:
         self.states = states  # plan buffer number → KV memory
         self.tokens: list[int] = []  # those whose state is cached
         self.ahead: list[int] = []  # tokens after these whose state is cached too, should they be accepted
+        self.changes = 0  # passes and truncations so far
 
     def prefill(self, ids: Sequence[int]) -> Logits:
         """Append tokens in as few passes as fit; the last logits (vocab,), valid until the next pass."""
@@ -49,6 +55,15 @@ class Session:
     def decode(self, id: int) -> Logits:
         """Append one token; its logits (vocab,), valid until the next pass."""
         return self._engine.advance(self, (id,))
+
+    def decode_largest(self, id: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Append one token; the ids of the engine's `candidates` largest logits, and these, in falling order,
+        of equal ones the lowest id first. `last_logits` gives the others."""
+        return self._engine.advance_largest(self, id)
+
+    def last_logits(self) -> Logits:
+        """Logits (vocab,) after the last token of the engine's latest pass, valid until the next."""
+        return self._engine.last_logits()
 
     def verify(self, ids: Sequence[int]) -> Logits:
         """Append ids[0] and compute the others ahead, in one pass: logits after each (len(ids), vocab), valid
@@ -74,7 +89,12 @@ class Session:
         if not 0 <= length <= len(self.tokens):
             raise ValueError(f"cannot truncate {len(self.tokens)} tokens to {length}")
         del self.tokens[length:]
+        self.forget_ahead()
+
+    def forget_ahead(self) -> None:
+        """Note that what was computed ahead does not hold any more. Called at each change of the session."""
         self.ahead.clear()
+        self.changes += 1
 
 
 class Engine:
@@ -120,6 +140,12 @@ class Engine:
         self._control: NDArray[np.int32] = np.zeros((size // 4 // CONTROL_WORDS, CONTROL_WORDS), np.int32)
         rows = max(entry.max_rows for entry in plan.entries)
         self._logits_stride = plan.buffers[self._numbers["logits"]].bytes // 4 // rows
+        # How many of the largest logits a decode pass finds on the device. With any, it chooses a token too.
+        self.candidates = 0
+        if "chosen" in self._numbers:
+            room = plan.buffers[self._numbers["candidates"]].bytes // 4
+            self.candidates = min(room, self.manifest.vocab)
+        self._rounds: GreedyRounds | None = None  # whose rounds the device goes on with
         self.recordings: dict[str, Any] = {
             name: self.device.record(entry, self._buffers) for name, entry in self._entries.items()
         }
@@ -192,8 +218,40 @@ class Engine:
             part = ids[start : start + prefill.max_tokens]
             entry = self._entries["decode"] if len(part) == 1 else prefill
             self._run(session, entry, part, first_row=len(part) - 1)
+        return self.last_logits()
+
+    def last_logits(self) -> Logits:
+        """The first row of logits (vocab,) of the last pass. Called by Session."""
         logits: Logits = self._logits(1)[0]
         return logits
+
+    def advance_largest(self, session: Session, id: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Append one token; ids and values of the largest logits. Called by Session."""
+        self._check(session, (id,))
+        self._run(session, self._entries["decode"], (id,), first_row=0, largest=True)
+        read, shape = self._read, (self.candidates,)
+        return read("candidate_ids", np.int32, shape), read("candidates", np.float32, shape)
+
+    def start_rounds(self, rounds: GreedyRounds, session: Session, id: int) -> None:
+        """Have rounds begin with `id` after the session's tokens, which stay as they are. `go_on` runs them,
+        until another pass settles the `rounds`. Called by GreedyRounds."""
+        self._check(session, (id,))
+        self._prepare(session, (id,), first_row=0)
+        session.forget_ahead()
+        self._rounds = rounds
+
+    def goes_on(self, rounds: GreedyRounds) -> bool:
+        """Whether the next round would be one of these."""
+        return self._rounds is rounds
+
+    def go_on(self, count: int) -> Callable[[], NDArray[np.int32]]:
+        """Begin `count` rounds; what waits for them and gives the tokens chosen (CHOSEN,), each at its round's
+        position modulo CHOSEN. So many may be begun and not read. Called by GreedyRounds."""
+        for _ in range(count):
+            self.recordings["decode"].replay()
+        buffer = self._buffers[self._numbers["chosen"]]
+        tokens: Callable[[], NDArray[np.int32]] = self.device.read_later(buffer, np.int32, (CHOSEN,))
+        return tokens
 
     def look_ahead(self, session: Session, ids: Sequence[int]) -> Logits:
         """Append `ids` in one pass; the logits after each (len(ids), vocab). Called by Session."""
@@ -234,10 +292,11 @@ class Engine:
         for slot, length in enumerate(cached):
             self._set_control(1 + slot, 1, length, 0)
         self.recordings["batch"].limit(count)
-        self._replay("batch", ids, cached)
+        self._write(ids, cached)
+        self.recordings["batch"].replay(count)
         for session, token in zip(sessions, ids, strict=True):
             session.tokens.append(int(token))
-            session.ahead.clear()
+            session.forget_ahead()
         return self._logits(count)
 
     def _check(self, session: Session, ids: Sequence[int]) -> None:
@@ -252,17 +311,32 @@ class Engine:
             if not 0 <= id < vocab:
                 raise ZllmcError(f"token id {id} is outside the vocabulary of {vocab}.")
 
-    def _run(self, session: Session, entry: EntryPoint, ids: Sequence[int], *, first_row: int) -> None:
+    def _run(
+        self,
+        session: Session,
+        entry: EntryPoint,
+        ids: Sequence[int],
+        *,
+        first_row: int,
+        largest: bool = False,
+    ) -> None:
+        self._prepare(session, ids, first_row=first_row, largest=largest)
+        self.recordings[entry.name].replay(len(ids))
+        session.tokens.extend(int(i) for i in ids)
+        session.forget_ahead()
+
+    def _prepare(
+        self, session: Session, ids: Sequence[int], *, first_row: int, largest: bool = False
+    ) -> None:
+        """Write what a pass over `ids` after the session's tokens reads."""
         count, cached = len(ids), len(session.tokens)
         if session is not self._bound:
             for recording in self.recordings.values():
                 for number, memory in session.states.items():
                     recording.rebind(number, memory)
             self._bound = session
-        self._set_control(0, count, cached, first_row)
-        self._replay(entry.name, ids, range(cached, cached + count))
-        session.tokens.extend(int(i) for i in ids)
-        session.ahead.clear()
+        self._set_control(0, count, cached, first_row, largest)
+        self._write(ids, range(cached, cached + count))
 
     def _bind_slots(self, sessions: Sequence[Session]) -> None:
         """Point each slot to its session's state. One without a session lets go of the last one's memory."""
@@ -274,20 +348,28 @@ class Engine:
                     self.recordings["batch"].rebind(number, memory, slot)
                 self._slots[slot] = session
 
-    def _set_control(self, block: int, tokens: int, cached: int, first_row: int) -> None:
-        words = CONTROL_TOKENS, CONTROL_CACHED, CONTROL_FIRST_ROW
-        self._control[block, words] = tokens, cached, first_row
+    def _set_control(
+        self, block: int, tokens: int, cached: int, first_row: int, largest: bool = False
+    ) -> None:
+        words = CONTROL_TOKENS, CONTROL_CACHED, CONTROL_FIRST_ROW, CONTROL_BEST
+        self._control[block, words] = tokens, cached, first_row, not largest
 
-    def _replay(self, entry: str, ids: Sequence[int], positions: Sequence[int]) -> None:
+    def _write(self, ids: Sequence[int], positions: Sequence[int]) -> None:
+        """Write tokens, positions and control for the next pass. Rounds that the device goes on with end."""
+        if self._rounds is not None:
+            rounds, self._rounds = self._rounds, None
+            rounds.settle()
         for name, words in (("tokens", ids), ("positions", positions), ("control", self._control)):
             self.device.write(self._buffers[self._numbers[name]], np.asarray(words, np.int32))
-        self.recordings[entry].replay(len(ids))
 
     def _logits(self, rows: int) -> Logits:
         """The first rows of logits (rows, vocab) of the last pass."""
-        buffer = self._buffers[self._numbers["logits"]]
-        padded: Logits = self.device.read(buffer, np.float32, (rows, self._logits_stride))
+        padded: Logits = self._read("logits", np.float32, (rows, self._logits_stride))
         return padded[:, : self.manifest.vocab]
+
+    def _read(self, buffer: str, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+        values: NDArray[Any] = self.device.read(self._buffers[self._numbers[buffer]], dtype, shape)
+        return values
 
     def _new_states(self) -> dict[int, Any]:
         return {i: self.device.allocate(self._plan.buffers[i].bytes) for i in self._state_numbers}

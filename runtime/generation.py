@@ -1,8 +1,8 @@
 """Generates text: a prompt in, a stream of chunks out, which the caller may stop at any of them.
 
-Every step is one pass over the model followed by one choice of a token. The session always holds exactly the
-tokens in `session.tokens`, so that a stopped stream leaves it ready for the next prompt, of which only what
-differs from those tokens is computed.
+Every step is one pass over the model followed by one choice of a token, which the device makes where it can,
+some passes ahead of the stream. The session always holds exactly the tokens in `session.tokens`, so that a
+stopped stream leaves it ready for the next prompt, of which only what differs from those tokens is computed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from zllmc.runtime.greedy_rounds import GreedyRounds
 from zllmc.runtime.sampling import Sampler, SamplingParams
 from zllmc.runtime.speculation import Speculation
 from zllmc.runtime.text import StopMatcher
 from zllmc.zllm_ir.errors import ZllmcError
 
 if TYPE_CHECKING:
-    from zllmc.runtime.engine import Engine, Session
+    from zllmc.runtime.engine import Engine, Logits, Session
 
 LOOP_TOKENS = 512  # an answer whose last so many tokens only repeat a cycle will never end
 LOOP_PERIOD = 64  # the longest cycle that is looked for
@@ -93,7 +94,8 @@ def generate(
     `prompt` is text to continue, chat messages for the model's template, or token ids as they are. A
     `session` keeps its tokens from one call to the next: the longest common beginning isn't computed again.
     `fence` gets the generated ids and gives the tokens (vocab,) that may come next, or None for any. Closing
-    the iterator or setting `cancel` (from any thread) ends the stream after at most one more pass.
+    the iterator or setting `cancel` (from any thread) ends the stream after at most one more pass, or the few
+    that a device has begun.
     `speculate` "ngram" guesses repetitions and checks them several tokens at a time (see
     `zllmc.runtime.speculation`): the same tokens, but for rounding, in fewer passes.
 
@@ -120,7 +122,7 @@ def generate(
         Sampler(sampling or SamplingParams(), seed),
         _Text(engine, StopMatcher(stop), continues=not is_chat),
         engine.session() if session is None else session,
-        fence or (lambda ids: None),
+        fence,
         cancel or Event(),
         speculate is not None,
     )
@@ -153,7 +155,7 @@ def _steps(
     sampler: Sampler,
     text: _Text,
     session: Session,
-    fence: Fence,
+    fence: Fence | None,
     cancel: Event,
     speculate: bool,
 ) -> Iterator[Chunk]:
@@ -170,9 +172,19 @@ def _steps(
         logits = session.prefill(prompt[at : at + PREFILL_STEP])
 
     speculation = Speculation(session, prompt, limit) if speculate else None
-    decode = session.decode if speculation is None else speculation.decode
-    while logits is not None and not cancel.is_set():
-        id = sampler.sample(logits, history, fence(generated))
+
+    def sample(logits: Logits) -> int:
+        return sampler.sample(logits, history, fence(generated) if fence else None)
+
+    if speculation is not None:
+        step = _sampling(speculation.decode, sample)
+    elif fence is not None or not engine.candidates:
+        step = _sampling(session.decode, sample)
+    else:
+        step = _step_on_device(engine, session, sampler, sample, len(prompt) + limit - 1)
+
+    id = None if logits is None or cancel.is_set() else sample(logits)
+    while id is not None and not cancel.is_set():
         history.append(id)
         generated.append(id)
         seconds = time.perf_counter() - begin
@@ -201,8 +213,30 @@ def _steps(
         begin = time.perf_counter()  # the caller's time isn't the model's
         if cancel.is_set():
             break
-        logits = decode(id)
+        id = step(id)
     yield Chunk(text.finish(), (), stats, "cancelled")
+
+
+def _sampling(decode: Callable[[int], Logits], sample: Callable[[Logits], int]) -> Callable[[int], int]:
+    """Appends a token, and gives the next from all logits."""
+    return lambda id: sample(decode(id))
+
+
+def _step_on_device(
+    engine: Engine, session: Session, sampler: Sampler, sample: Callable[[Logits], int], end: int
+) -> Callable[[int], int]:
+    """Appends a token, and gives the next from as few logits as decide it: what `sample` gives from all. The
+    session gets `end` tokens at most."""
+    if sampler.params.is_greedy:
+        return GreedyRounds(engine, session, end).step
+    if not sampler.params.may_need_only(engine.candidates):
+        return _sampling(session.decode, sample)
+
+    def step(id: int) -> int:
+        token = sampler.sample_largest(*session.decode_largest(id))
+        return sample(session.last_logits()) if token is None else token
+
+    return step
 
 
 def is_loop(ids: Sequence[int]) -> bool:

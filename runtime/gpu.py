@@ -14,7 +14,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from numpy.typing import DTypeLike, NDArray
 from zllmc.runtime.device import DeviceBuffer, KernelError, single_launch
 from zllmc.runtime.driver_api import NO_DEVICE, NON_BLOCKING, OUT_OF_MEMORY, Driver, DriverError, Vendor
 from zllmc.runtime.gpu_graph import Graph
-from zllmc.runtime.gpu_memory import SLOT, DeviceMemory, Staging, attempt
+from zllmc.runtime.gpu_memory import SLOT, DeviceMemory, LateCopies, Staging, attempt
 from zllmc.runtime.gpu_recording import GpuRecording
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.gpu_binary import parameters
@@ -121,6 +121,7 @@ class GpuDevice:
         self._memory = DeviceMemory(driver, self._stream)
         closing.callback(self._memory.close)
         self._staging = Staging(driver, self._stream, closing)
+        self._late = LateCopies(driver, self._stream, closing)
         closing.callback(_destroy, self._graphs)
         # Everything above is in use until the stream has come to its end.
         closing.callback(attempt, driver.synchronize, self._stream)
@@ -182,6 +183,22 @@ class GpuDevice:
                 driver.synchronize(self._stream)
                 ctypes.memmove(data.ctypes.data + start, staged, size)
         return data
+
+    def read_later(
+        self, buffer: DeviceBuffer, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0
+    ) -> Callable[[], NDArray[Any]]:
+        data = np.empty(shape, dtype)
+        buffer.check(offset, data.nbytes)
+        what = f"a copy of {data.nbytes:,} bytes from the device"
+        with self._work(what):
+            finish = self._late.start(buffer.address + offset, data)
+
+        def wait() -> NDArray[Any]:
+            with self._work(what):
+                finish()
+            return data
+
+        return wait
 
     def launch(
         self,

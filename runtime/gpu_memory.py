@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict, deque
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from numpy.typing import NDArray
+
+from zllmc.runtime.device import READ_LATER
 from zllmc.runtime.driver_api import DISABLE_TIMING, OUT_OF_MEMORY, Driver, DriverError
 
 _ALIGNMENT = 512  # sizes of blocks of memory
@@ -84,6 +89,44 @@ class Staging:
         address = self._start + SLOT * self._slot + self._used
         self._used += -(-size // 64) * 64
         return address
+
+
+class LateCopies:
+    """Copies of a few bytes to the host, each of which can be waited for while later work goes on."""
+
+    def __init__(self, driver: Driver, stream: int, closing: ExitStack) -> None:
+        self._driver = driver
+        self._stream = stream
+        start = driver.made(driver.allocate_host, READ_LATER * _SLOTS, 0)
+        closing.callback(attempt, driver.free_host, start)
+        # Addresses in pinned memory, the events after their copies, and what ends the latest of those.
+        self._places: deque[tuple[int, int, Callable[[], None]]] = deque()
+        for place in range(start, start + READ_LATER * _SLOTS, READ_LATER):
+            event = driver.made(driver.event, DISABLE_TIMING)
+            closing.callback(attempt, driver.destroy_event, event)
+            self._places.append((place, event, lambda: None))
+
+    def start(self, address: int, data: NDArray[Any]) -> Callable[[], None]:
+        """Starts a copy of the bytes from `address` on to an array, which has them when what this gives was
+        called. ValueError for more than READ_LATER bytes."""
+        if data.nbytes > READ_LATER:
+            raise ValueError(f"{data.nbytes} bytes to read later; there is room for {READ_LATER}")
+        place, event, finish_last = self._places[0]
+        finish_last()
+        self._driver.read(place, address, data.nbytes, self._stream)
+        self._driver.record_event(event, self._stream)
+        is_done = False
+
+        def finish() -> None:
+            nonlocal is_done
+            if not is_done:
+                self._driver.wait_for_event(event)
+                ctypes.memmove(data.ctypes.data, place, data.nbytes)
+                is_done = True
+
+        self._places.popleft()
+        self._places.append((place, event, finish))
+        return finish
 
 
 def attempt(function: Any, *arguments: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
@@ -132,6 +132,23 @@ class MetalDevice:
             data.reshape(-1).view(np.uint8)[:] = content[offset : offset + data.nbytes]
         return data
 
+    def read_later(
+        self, buffer: DeviceBuffer, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0
+    ) -> Callable[[], NDArray[Any]]:
+        size = np.empty(shape, dtype).nbytes
+        buffer.check(offset, size)
+        with self.work():
+            last = self._running[-1][0] if self._running else None
+            _, content = self._memory[buffer.address]
+
+        def wait() -> NDArray[Any]:
+            with self.work():
+                if last is not None:
+                    self.wait(last)
+                return content[offset : offset + size].copy().view(dtype).reshape(shape)
+
+        return wait
+
     def launch(
         self,
         kernel: str,
@@ -187,12 +204,15 @@ class MetalDevice:
         if self.blocking:
             self.wait()
 
-    def wait(self) -> None:
-        """Returns when all work is done. Raises KernelError when some of it failed."""
-        running, self._running = self._running, []
+    def wait(self, last: Any = None) -> None:
+        """Returns when all work is done, or that up to the command buffer `last`. Raises KernelError when any
+        of it failed."""
+        commands = [command for command, _ in self._running]
+        count = len(commands) if last is None else commands.index(last) + 1 if last in commands else 0
+        running, self._running = self._running[:count], self._running[count:]
         for command, _ in running:
             command.waitUntilCompleted()
-        while self._returned:
+        while self._returned and not self._running:
             del self._memory[self._returned.popleft()]
         for command, what in running:
             if error := command.error():

@@ -1,6 +1,7 @@
 """An engine on the drivers of GPUs: doubles of their libraries, whose kernels the emulated device runs."""
 
 import sys
+from threading import Event
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from zllmc.runtime.devices import open_device
 from zllmc.runtime.driver_api import CUDA, HIP
 from zllmc.runtime.emulator import _FAILURE, _LAUNCH
 from zllmc.runtime.engine import Engine
+from zllmc.runtime.sampling import GREEDY, SamplingParams
 from zllmc.zllm_ir.plan import Launch, Pointer
 
 
@@ -72,10 +74,69 @@ def expected(path, emulated):
         return talk(path, emulated, patch)
 
 
+def answers(path, device, monkeypatch, candidates=None):
+    """Streams that end in every way, some side by side, with what their sessions hold and compute afterwards.
+    With 0 `candidates`, the host chooses from all logits."""
+    monkeypatch.setattr("zllmc.runtime.engine.open_device", lambda *_: device)
+    engine = Engine.open(path)
+    engine.candidates = engine.candidates if candidates is None else candidates
+    session, other = engine.session(), engine.session()
+    seen = []
+
+    def see(chunks, session=session):
+        for chunk in chunks:
+            seen.append((chunk.text, chunk.ids, chunk.finish, list(session.tokens)))
+            yield chunk
+
+    def ask(prompt, **options):
+        options = {"sampling": GREEDY, "session": session} | options
+        chunks = list(see(engine.generate(prompt, **options), options["session"]))
+        session.truncate(len(session.tokens) - 1)  # there may be no room
+        seen.append(session.decode(65).tolist())
+        return chunks
+
+    chunks = ask("hello", max_tokens=50)  # the cache grows over three blocks of 16 keys
+    ask("hello", stop=["".join(chunk.text for chunk in chunks)[10:13]])
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.tokenizer, "eog_ids", {chunks[11].ids[0]})
+        ask("hello")
+    ask("long " * 22)  # up to the end of the context
+    for sampling in SamplingParams(), SamplingParams(top_k=0, top_p=1.0, min_p=0.3), SamplingParams(top_k=0):
+        ask("hello", sampling=sampling, seed=5, max_tokens=6)
+
+    streams = [engine.generate("hello", sampling=GREEDY, session=it, max_tokens=8) for it in (session, other)]
+    for pair in zip(*map(see, streams, (session, other)), strict=True):
+        assert pair[0].ids == pair[1].ids
+    cancel = Event()
+    stream = see(engine.generate("hello", sampling=GREEDY, session=session, cancel=cancel))
+    for number, _ in enumerate(stream):
+        if number == 2:
+            seen.append(other.decode(66).tolist())
+        if number == 5:  # whoever does that goes on from there
+            session.truncate(3)
+            seen.append(session.decode(67).tolist())
+        if number == 7:
+            cancel.set()
+    ask("hello", max_tokens=2)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def expected_answers(path, emulated):
+    with pytest.MonkeyPatch.context() as patch:
+        return answers(path, emulated, patch, candidates=0)
+
+
+def test_a_device_that_chooses_its_tokens_gives_the_answers_of_a_host_that_does(
+    path, emulated, expected_answers, monkeypatch
+):
+    assert answers(path, emulated, monkeypatch) == expected_answers
+
+
 @pytest.mark.parametrize("options", [{}, {"graphs": False}], ids=["graphs", "eager"])
 @pytest.mark.parametrize("vendor", [CUDA, HIP], ids=lambda vendor: vendor.kind)
 def test_replay_on_cuda_and_hip_computes_what_single_launches_do(
-    vendor, options, path, emulated, expected, folder, monkeypatch
+    vendor, options, path, emulated, expected, expected_answers, folder, monkeypatch
 ):
     double = Double(vendor, compile_double(vendor.kind, folder))
     double.run_kernels(lambda name, *given: run_on(emulated, name.decode(), *given))
@@ -84,11 +145,15 @@ def test_replay_on_cuda_and_hip_computes_what_single_launches_do(
     np.testing.assert_array_equal(talk(path, device, monkeypatch), expected)
     replays = double.calls("launch_graph")
     assert replays > 90 if not options else replays == 0
+    if (vendor is CUDA) is (not options):
+        assert answers(path, device, monkeypatch) == expected_answers
     device.close()
     assert double.misuses() == "" and double.left() == ""
 
 
-def test_replay_on_metal_computes_what_single_launches_do(path, emulated, expected, monkeypatch):
+def test_replay_on_metal_computes_what_single_launches_do(
+    path, emulated, expected, expected_answers, monkeypatch
+):
     def kernel(name):
         def run(arguments, grid, threads):
             addresses = np.array([argument.ctypes.data for argument in arguments], np.int64)
@@ -101,4 +166,5 @@ def test_replay_on_metal_computes_what_single_launches_do(path, emulated, expect
         monkeypatch.setitem(sys.modules, name, module)
     device = open_device(open_artifact(path), None, None)
     np.testing.assert_array_equal(talk(path, device, monkeypatch), expected)
+    assert answers(path, device, monkeypatch) == expected_answers
     device.close()

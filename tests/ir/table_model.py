@@ -85,6 +85,7 @@ def engine(script="", context=1000, template="{{ bos_token }}{{ messages[0].cont
     return SimpleNamespace(
         manifest=SimpleNamespace(context=context, vocab=VOCAB),
         tokenizer=tokenizer(),
+        candidates=0,
         chat_template=template and ChatTemplate(template, "<s>", "</s>"),
         session=lambda: TableSession(script),
     )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from table_model import BOS, EOS, VOCAB, tokenizer
@@ -68,6 +68,7 @@ class LettersEngine:
 
     def __init__(self, seed: int = 0, context: int = 400, end: float = -3.0) -> None:
         self.manifest = SimpleNamespace(context=context, vocab=VOCAB)
+        self.candidates = 0
         self.tokenizer = TOKENIZER
         self.logits = np.zeros((context, VOCAB), np.float32)
         random = np.random.default_rng(seed)
@@ -120,6 +121,7 @@ SAMPLING = st.builds(
 )
 
 
+@settings(deadline=None)  # up to two hundred passes
 @given(
     seed=st.integers(0, 1 << 20),
     prompt=st.text("abcd ", min_size=1, max_size=60),

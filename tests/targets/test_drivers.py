@@ -91,6 +91,24 @@ def test_an_empty_buffer(double):
     assert device.read(device.allocate(0), np.float32, (0,)).shape == (0,)
 
 
+def test_bytes_that_are_read_later_are_those_of_then(double):
+    device = double.open()
+    ones, y = put(device, np.ones(THREADS)), put(device, np.zeros(THREADS))
+    recording = device.record(entry(step(X, Y)), [ones, y])
+    reads = []
+    for _ in range(7):  # more than there is room for
+        recording.replay()
+        reads.append(device.read_later(y, np.float32, (2, 3), 4))
+    before = double.launches().count("accumulate")
+    assert (reads[4]() == 31).all() and reads[4]().shape == (2, 3)
+    assert before + double.launches().count("accumulate") == 5  # the later ones have not been waited for
+    assert [read()[0, 0] for read in reads] == [1, 3, 7, 15, 31, 63, 127]
+    with pytest.raises(ValueError, match="of a buffer of 512 bytes"):
+        device.read_later(y, np.float32, (1,), 512)
+    with pytest.raises(ValueError, match="1028 bytes to read later; there is room for 1024"):
+        device.read_later(device.allocate(2000), np.float32, (257,))
+
+
 # -- recordings ----------------------------------------------------------------------------------------------
 
 

@@ -80,6 +80,25 @@ def test_a_recording_replays_in_order_and_can_be_rebound(gpu, options, open_meta
         recording.rebind(1, device.allocate(place))
 
 
+def test_what_is_read_later_waits_for_the_work_before(open_metal):
+    gpu = Gpu()
+    device = open_metal(gpu)
+    y, z = (put(device, np.zeros(THREADS)) for _ in range(2))
+    ones = put(device, np.ones(THREADS))
+    first, second = (device.record(entry(step(X, Y)), [ones, it]) for it in (y, z))
+    for recording in first, second:  # which make their commands
+        recording.replay()
+    early = device.read_later(z, np.float32, (2,))
+    first.replay()
+    read = device.read_later(y, np.float32, (2, 2), 8)
+    second.replay()
+    assert len(gpu.committed) == 3 and (read() == 3).all() and read().shape == (2, 2)
+    assert len(gpu.committed) == 1 and (early() == 1).all()
+    assert (get(device, z) == 3).all() and (read() == 3).all()
+    with pytest.raises(ValueError, match="of a buffer of 512 bytes"):
+        device.read_later(y, np.float32, (1,), 512)
+
+
 @pytest.mark.parametrize(("gpu", "options"), WAYS, ids=["indirect", "encoded", "blocking", "apple8"])
 def test_a_batch_runs_some_of_its_slots(gpu, options, open_metal):
     device = open_metal(gpu(), **options)

@@ -1,0 +1,91 @@
+"""Greedy decoding in rounds that a device runs by itself, with the host behind.
+
+A decode pass on a GPU ends with the choice of its token, and leaves in the device's memory what the next pass
+reads. So the host begins several rounds at once, and reads their tokens while the device goes on, which never
+waits for the host. What it computed after the token that ends an answer is forgotten: the session's tokens
+are those that were asked for, and the state of others is overwritten later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zllmc.runtime.sampling import SamplingError
+from zllmc.zllm_ir.plan import CHOSEN
+
+if TYPE_CHECKING:
+    from zllmc.runtime.engine import Engine, Session
+
+CHUNKS = 2  # in flight: the device has work while the host looks at the tokens of the first
+LONGEST = 8  # rounds of a chunk
+# Seconds that the host waits for a chunk. Reading after each round would slow down a fast device, and a user
+# would see a slow one stutter: shorter chunks are made longer, and longer ones shorter.
+SHORT, LONG = 0.005, 0.02
+
+
+class GreedyRounds:
+    """Stands for a session in a loop of `decode`, with the tokens in place of the logits.
+
+    No round begins where the session has `end` tokens or more, except one that was asked for. After each
+    `step` the session holds exactly the tokens given. The session, and others, may be used in between: the
+    device then begins anew.
+    """
+
+    def __init__(self, engine: Engine, session: Session, end: int) -> None:
+        self._engine = engine
+        self._session = session
+        self._end = end
+        self._changes = -1  # of the session, when rounds were last started
+        self._next = 0  # position of the next round
+        self._size = 1  # rounds of the next chunk
+        # The positions of the rounds in flight, and what gives their tokens.
+        self._chunks: deque[tuple[range, Callable[[], NDArray[np.int32]]]] = deque()
+        self._tokens: deque[int] = deque()  # that were read and not given
+
+    def step(self, id: int) -> int:
+        """Append one token; the one with the largest logit after it. Raises SamplingError if no logit is one,
+        and ContextFull."""
+        session, engine = self._session, self._engine
+        if session.changes != self._changes:
+            self._chunks.clear()
+            self._tokens.clear()
+        if not self._chunks and not self._tokens:
+            engine.start_rounds(self, session, id)
+            self._changes, self._next = session.changes, len(session.tokens)
+            self._begin_chunk()
+        while engine.goes_on(self) and len(self._chunks) < CHUNKS and self._next < self._end:
+            self._begin_chunk()
+        if not self._tokens:
+            self._read_chunk()
+        session.tokens.append(id)
+        token = self._tokens.popleft()
+        if token < 0:
+            raise SamplingError("there is no next token: the logits aren't finite numbers")
+        return token
+
+    def settle(self) -> None:
+        """Read what was begun, before another pass. Called by Engine."""
+        while self._chunks:
+            self._read_chunk()
+
+    def _begin_chunk(self) -> None:
+        count = max(min(self._size, self._end - self._next), 1)
+        self._chunks.append((range(self._next, self._next + count), self._engine.go_on(count)))
+        self._next += count
+
+    def _read_chunk(self) -> None:
+        positions, read = self._chunks.popleft()
+        begin = perf_counter()
+        chosen = read()
+        seconds = perf_counter() - begin
+        self._tokens.extend(int(chosen[position % CHOSEN]) for position in positions)
+        if seconds < SHORT:
+            self._size = min(2 * self._size, LONGEST)
+        elif seconds > LONG:
+            self._size = max(self._size // 2, 1)
