@@ -36,10 +36,21 @@ def test_metal_sources_are_measured() -> None:
     [
         ("values[16][256]", "values[33][256]", r"first has 33\d+ bytes of threadgroup memory.*32768"),
         ("values[16][256]", "values[rows]", r"no number: `values\[rows\]`"),
-        ("[[buffer(2)]]", "".join(f"[[buffer({i})]]" for i in range(2, 32)), "first has 32 buffers.*31"),
+        (
+            "device float* y [[buffer(2)]]",
+            ", ".join(f"device float* y{i} [[buffer({i})]]" for i in range(2, 32)),
+            "first has 32 buffers.*31",
+        ),
+        ("[[buffer(2)]]", "[[buffer(3)]]", r"`device float\* y \[\[buffer\(3\)\]\]` is neither buffer 2"),
+        ("device float* y [[buffer(2)]]", "threadgroup float* y [[buffer(2)]]", "is neither buffer 2"),
+        ("[[thread_position_in_threadgroup]]", "[[stage_in]]", "is neither buffer 3 nor a position"),
         ("threadgroup(256)", "threadgroup(2048)", "first has 2048 threads.*1024"),
         ("device const uint4* p", "const uint4* p", "`const uint4\\*` in line 8 has no address space"),
         ("<device const uint4*>", "<const uint4*>", "line 8 has no address space"),
+        ("<device const uint4*>", "<threadgroup const uint4*>", "line 8 mixes .* to threadgroup and device"),
+        ("device const uint4* p", "constant uint4* p", "line 8 mixes pointers to constant and device"),
+        ("float(x[0])", "((threadgroup int*)(x + 4))[0]", "line 9 mixes pointers to threadgroup and device"),
+        ("values[0]", "other[0], y = other + 8, z", "line 9 mixes pointers to device and threadgroup"),
         ("const float product", "const double product", "`double` in line 9"),
         ("values[0][thread_position]", "(float)3ll", "`3ll` in line 9"),
         ("const float product", "const long long product", "`long long` in line 9"),
@@ -51,6 +62,11 @@ def test_metal_sources_beyond_the_limits_are_refused(old: str, new: str, message
     assert old in MSL
     with pytest.raises(ValueError, match=message):
         check_metal(MSL.replace(old, new), METAL)
+
+
+def test_pointers_of_several_spaces_may_meet_in_an_index_or_a_call() -> None:
+    for product in "x[((threadgroup int*)other)[0]]", "dot(x, other) + (x + int(other[0]))[1]":
+        check_metal(MSL.replace("float(x[0])", product), METAL)
 
 
 def test_metal_sources_carry_their_prelude_as_text() -> None:
