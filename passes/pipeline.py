@@ -19,6 +19,7 @@ from zllmc.passes.rewrite import eliminate_dead
 from zllmc.passes.specialise import specialise
 from zllmc.zllm_ir.graph import Graph
 from zllmc.zllm_ir.kernel_graph import KernelGraph, print_kernels
+from zllmc.zllm_ir.picture import picture
 from zllmc.zllm_ir.text import print_graph
 from zllmc.zllm_ir.verify import verify
 
@@ -40,7 +41,8 @@ def lower_entries(
 
     There is one for up to `max_batch` sequences unless that is 1. With `chooses`, decode ends with the choice
     of the next token, as it should where logits take long to get to the host: on GPUs. `dump` is a folder
-    that gets one folder of numbered files for each; with `check`, the verifier runs after every pass.
+    that gets one folder of numbered files, texts and pictures, for each; with `check`, the verifier runs
+    after every pass.
     """
     entries = {}
     for name, tokens in (("decode", 1), ("prefill", None)):
@@ -60,6 +62,7 @@ def lower_entries(
         for name, kernels in entries.items():
             (dump / name).mkdir(exist_ok=True)
             (dump / name / "99-kernels.txt").write_text(print_kernels(kernels), encoding="utf-8")
+            (dump / name / "99-kernels.svg").write_text(picture(kernels), encoding="utf-8")
     return entries
 
 
@@ -75,8 +78,8 @@ def run_passes(
     """The graph of one entry point, ready to lower: `tokens` is 1 for decode, None for prefill.
 
     `context` is the largest number of cached tokens. With `chooses`, a decode step chooses its token. `dump`
-    is a folder that gets the graph's text after every pass in a numbered file; with `check`, the verifier
-    runs after every pass.
+    is a folder that gets the graph after every pass, as a text and as a picture, in numbered files; with
+    `check`, the verifier runs after every pass.
     """
     passes: list[tuple[str, Callable[[Graph], Graph]]] = [
         ("input", lambda g: g),
@@ -100,4 +103,5 @@ def run_passes(
         if dump is not None:
             dump.mkdir(parents=True, exist_ok=True)
             (dump / f"{number:02}-{name}.txt").write_text(print_graph(graph), encoding="utf-8")
+            (dump / f"{number:02}-{name}.svg").write_text(picture(graph), encoding="utf-8")
     return graph

@@ -91,7 +91,9 @@ Examples:
     "--max-batch", default=8, show_default=True, type=click.IntRange(1), help="Sequences of a decode pass."
 )
 @click.option(
-    "--dump-ir", type=click.Path(path_type=Path), help="Write the graph after every pass to this folder."
+    "--dump-ir",
+    type=click.Path(path_type=Path),
+    help="Write the graph after every pass to this folder: text, and a picture (SVG).",
 )
 @click.option("--verify", is_flag=True, help="Check the graph after every pass.")
 def compile_command(

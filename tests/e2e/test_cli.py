@@ -37,9 +37,11 @@ def test_compile_dumps_the_graph_after_every_pass(
     options = ["--dump-ir", tmp_path / "ir", "--verify", "--max-batch", "3"]
     assert run("compile", gguf, "-o", tmp_path / "a.zllm", *options).code == 0
     for entry in ("decode", "prefill"):
-        *graphs, kernels = sorted((tmp_path / "ir" / entry).iterdir())
+        *graphs, kernels = sorted((tmp_path / "ir" / entry).glob("*.txt"))
         assert len(graphs) > 8 and all(path.read_text().startswith("graph llama") for path in graphs)
         assert "linear" in kernels.read_text()
+        pictures = sorted((tmp_path / "ir" / entry).glob("*.svg"))
+        assert [p.stem for p in pictures] == [p.stem for p in (*graphs, kernels)]
     assert (tmp_path / "ir/batch/99-kernels.txt").read_text().startswith("kernels batch: 3 tokens")
 
 
