@@ -79,7 +79,8 @@ def _boxes(graph: Graph | KernelGraph) -> list[_Box]:
     def reads_others(node: Node | KernelNode) -> bool:
         return any(v is not None and v not in given for v in node.inputs)
 
-    nodes: list[Node | KernelNode] = sorted(graph.nodes, key=reads_others)  # a layer's table of angles is not in the way of a run
+    # First what reads no other node, so that a table of angles among the layers does not end their run.
+    nodes: list[Node | KernelNode] = sorted(graph.nodes, key=reads_others)
     first, length, count = _layers([_key(node, weights) for node in nodes])
     makers: dict[Value, _Box] = {}
     boxes: list[_Box] = []
