@@ -14,14 +14,13 @@ from zllmc.codegen import (
     choice,
     elementwise,
     embedding,
-    matrix_gpu,
+    matrix_tile,
     norm,
     quantize,
     rope_kv,
 )
 from zllmc.codegen.cuda_toolchain import compile_cuda
-from zllmc.codegen.linear_gpu import linear
-from zllmc.codegen.matrix_gpu import MatrixUnit
+from zllmc.codegen.linear_gpu import linear, matrix_unit
 from zllmc.codegen.metal_check import check_metal
 from zllmc.codegen.packing import UNIT
 from zllmc.codegen.rocm_toolchain import compile_hip
@@ -183,14 +182,13 @@ def _norm(call: KernelCall, target: GpuTarget) -> Cut:
 def _linear(call: KernelCall, target: GpuTarget) -> Cut:
     """A block for each group of weight rows, or for several tiles of a matrix unit."""
     rows, columns = (int(d) for d in call.operands[1].type.shape)  # type: ignore[union-attr]
-    x, instruction = call.operands[0], target.matrix_instruction("s8")
-    many = isinstance(x, Operand) and x.type.dtype == "a8" and not x.single_row
-    if many and instruction is not None and matrix_gpu.fits(instruction):
-        units = _subgroups(matrix_gpu.SUBGROUPS * target.subgroup // LANES, target)
+    unit = matrix_unit(call, target)
+    if unit is not None:
+        units = _subgroups(matrix_tile.SUBGROUPS * target.subgroup // LANES, target)
         # The tiles of MAX_TOKENS tokens all get a block where there is room.
-        tiles = MAX_TOKENS // matrix_gpu.ROWS * -(-rows // matrix_gpu.ROWS)
+        tiles = MAX_TOKENS // matrix_tile.ROWS * -(-rows // matrix_tile.ROWS)
         blocks = min(RESIDENT * target.product.multiprocessors, tiles)
-        function = linear(call, _UNIT, units, symbol(call), MatrixUnit(instruction, target.subgroup))
+        function = linear(call, _UNIT, units, symbol(call), unit)
         return Cut(function, blocks, units, RESIDENT)
     most = GEMV_UNITS if call.results[0].single_row else MAX_UNITS
     units = _subgroups(min(most, columns // (2 * UNIT)), target)

@@ -16,11 +16,12 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from zllmc.codegen import matrix_gpu
 from zllmc.codegen.block_sums import BlockSums
 from zllmc.codegen.dot import Dot
 from zllmc.codegen.grid_codes import load_plain
-from zllmc.codegen.matrix_gpu import MatrixTiles, MatrixUnit
+from zllmc.codegen.matrix_gpu import MatrixTiles
+from zllmc.codegen.matrix_plain import PlainTiles
+from zllmc.codegen.matrix_tile import SHARED_WORDS, MatrixUnit
 from zllmc.codegen.packing import ROW_PAD, UNIT, PackedLayout, layout_of
 from zllmc.codegen.rows import row_count, share
 from zllmc.codegen.tir import (
@@ -37,8 +38,10 @@ from zllmc.codegen.tir import (
     serial,
     when,
 )
+from zllmc.targets.gpu import GpuTarget
 from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.formats import FORMATS
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand, activation_row_bytes
 
 ROW_TILE = 8  # rows of x that share a weight vector
@@ -72,14 +75,31 @@ def linear(
             if matrix is None:
                 groups.tiles(kernel, tokens)
             else:
-                shared = block_array("uint32", matrix_gpu.SHARED_WORDS)
-                tiles = MatrixTiles(layout, Dot(target, exact=True), matrix, given, stride, groups.finish)
+                shared = block_array("uint32", SHARED_WORDS)
+                family = MatrixTiles if quantized else PlainTiles
+                tiles = family(layout, Dot(target, exact=True), matrix, given, stride, groups.finish)
                 choose(
                     tokens < FEW_ROWS,
                     lambda: groups.split(kernel, units, shared.view("float32"), tokens, ROW_TILE),
                     lambda: tiles.run(kernel, tokens, units, shared),
                 )
     return kernel.function
+
+
+def matrix_unit(call: KernelCall, target: GpuTarget) -> MatrixUnit | None:
+    """What multiplies the many rows of a linear's x, where the target has it and the shapes fit."""
+    x, weight = call.operands[:2]
+    if not isinstance(x, Operand) or not isinstance(weight, Operand) or x.single_row:
+        return None
+    plain = FORMATS[weight.type.dtype].plain
+    # Where it costs no more, as in Metal, plain floats are multiplied as f32: nothing is rounded.
+    for inputs in ("s8", "f16") if plain is None else ("f32", plain):
+        instruction = target.matrix_instruction(inputs)
+        if instruction is not None:
+            unit = MatrixUnit(instruction, target.subgroup)
+            whole = int(weight.type.shape[1]) % unit.columns == 0 and x.stride % 4 == 0
+            return unit if plain is None or whole else None
+    return None
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class Dialect:
     suffix: str  # of files
     device: str = ""  # before the type of a pointer to global memory
     shared: str = ""  # before the type of a pointer to shared memory
+    private: str = ""  # before the type of a pointer to variables of a thread
     shared_array: str = "__shared__ alignas(16) "
     constant: str = "const "  # before the type of a pointer to a table at file scope
     table: str = "static __device__ const "
@@ -53,6 +54,7 @@ DIALECTS = {
         "metal",
         "device ",
         "threadgroup ",
+        "thread ",
         "threadgroup ",
         "constant ",
         "constant ",
@@ -114,7 +116,8 @@ class _Printer:
         sizes = {f"{array}_all": self.units * size for array, size in self.stack.items()} | self.shared
         arrays = [f"  {self.dialect.shared_array}unsigned {a}[{size // 4}];" for a, size in sizes.items()]
         tables = [self._table(data, table) for data, table in self.x.constants.items()]
-        helpers = [HELPERS[name].format(function=self.dialect.function) for name in self.x.helpers]
+        spaces = {name: getattr(self.dialect, name) for name in ("function", "device", "shared", "private")}
+        helpers = [HELPERS[name].format(**spaces) for name in self.x.helpers]
         parts = [
             '#include "prelude.h"\n',
             *helpers,

@@ -37,10 +37,23 @@ HELPERS = {
     "  return ((unsigned)(int)(signed char)v & 0xffffu) | (unsigned)(int)(signed char)(v >> 8) << 16;\n}}",
     # 16 bytes at once, where each lane has its own address.
     "store_words": "{function}void store_words(\n"
-    "    unsigned* to, unsigned a, unsigned b, unsigned c, unsigned d) {{\n"
-    "  store16((unsigned char*)to, make_uint4(a, b, c, d));\n}}",
-    "copy_words": "{function}void copy_words(unsigned* to, const unsigned char* from) {{\n"
-    "  store16((unsigned char*)to, load16(from));\n}}",
+    "    {shared}unsigned* to, unsigned a, unsigned b, unsigned c, unsigned d) {{\n"
+    "  store16(({shared}unsigned char*)to, make_uint4(a, b, c, d));\n}}",
+    # As halves: eight bytes, sixteen.
+    "store_halves": "{function}void store_halves({shared}unsigned* to, unsigned a, unsigned b) {{\n"
+    "  const uint2 low = bytes_to_f16(a), high = bytes_to_f16(b);\n"
+    "  store16(({shared}unsigned char*)to, make_uint4(low.x, low.y, high.x, high.y));\n}}",
+    "copy_halves": "{function}void copy_halves(\n"
+    "    {shared}unsigned* low, {shared}unsigned* high, {device}const unsigned char* from) {{\n"
+    "  const uint4 v = load16(from);\n"
+    "  const uint2 a = bytes_to_f16(v.x), b = bytes_to_f16(v.y);\n"
+    "  const uint2 c = bytes_to_f16(v.z), d = bytes_to_f16(v.w);\n"
+    "  store16(({shared}unsigned char*)low, make_uint4(a.x, a.y, b.x, b.y));\n"
+    "  store16(({shared}unsigned char*)high, make_uint4(c.x, c.y, d.x, d.y));\n}}",
+    "load_floats": "{function}void load_floats({private}float* to, {device}const float* from) {{\n"
+    "  const uint4 v = load16(({device}const unsigned char*)from);\n"
+    "  to[0] = as_float(v.x);\n  to[1] = as_float(v.y);\n"
+    "  to[2] = as_float(v.z);\n  to[3] = as_float(v.w);\n}}",
     # Four bytes of a table of 16, each picked by the low four bits of a byte of `index`.
     "lookup16": "{function}unsigned lookup16(\n"
     "    unsigned index, unsigned a, unsigned b, unsigned c, unsigned d) {{\n"

@@ -94,9 +94,10 @@ class EmulatedDevice:
 
     `threads`: of the system, by default one for each physical core. `reverse`: thread, subgroup and block
     order. `left`: buffers lie against the inaccessible memory before them instead of that after them.
-    `matrix`: its matrix instructions, `matrix_s8` and `matrix_f16` in a kernel. Without `optimize`, sources
-    are compiled in a quarter of the time to kernels that take several times as long. They are kept in the
-    folder `cache`. Raises ZllmcError without a C++ compiler, and KernelError for sources that it refuses.
+    `matrix`: its matrix instructions, which a kernel calls `matrix_s8`, `matrix_f16` and so on. Without
+    `optimize`, sources are compiled in a quarter of the time to kernels that take several times as long. They
+    are kept in the folder `cache`. Raises ZllmcError without a C++ compiler, and KernelError for sources that
+    it refuses.
     """
 
     def __init__(
@@ -321,6 +322,8 @@ def _translation_units(sources: Mapping[str, str], dialect: Dialect) -> tuple[li
     kernels: dict[str, _Kernel] = {}
     texts = []
     for file, text in sources.items():
+        if dialect == "metal":  # the address space of variables
+            text = re.sub(r"\bthread (?=[a-z ]+\*)", "", text)
         parts = ['#include "prelude.h"', "namespace {", f'#line 1 "{file}"', _with_shared_arrays(text), "}"]
         for match in re.finditer(_KERNEL, text):
             name, pointers = match["kernel"], match["parameters"].count("*")
@@ -351,9 +354,7 @@ def _with_shared_arrays(text: str) -> str:
 
 
 def _matrix_instruction(it: MatrixInstruction, subgroup: int) -> str:
-    """The C++ of a matrix instruction: where its elements lie, as tables. Nothing where that is not known."""
-    if it.a is None or it.b is None or it.c is None:
-        return ""
+    """The C++ of a matrix instruction: where its elements lie, as tables."""
 
     def table(fragment: Fragment) -> str:
         elements = range(fragment.elements)
@@ -362,7 +363,7 @@ def _matrix_instruction(it: MatrixInstruction, subgroup: int) -> str:
 
     places = f"simt_places_{it.inputs}"
     sizes = it.m, it.n, it.k, it.a.elements, it.b.elements, it.c.elements
-    input, sum = {"s8": ("SimtS8", "int"), "f16": ("SimtF16", "float")}[it.inputs]
+    input, sum = f"Simt{it.inputs.upper()}", "int" if it.accumulator == "s32" else "float"
     return (
         f"static constexpr SimtMatrix<{', '.join(map(str, sizes))}> {places} = "
         f"{{{table(it.a)}, {table(it.b)}, {table(it.c)}}};\n"

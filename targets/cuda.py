@@ -1,9 +1,9 @@
 """NVIDIA GPUs, by compute capability.
 
 Limits: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". Fragments: PTX ISA,
-"Warp-level matrix instructions", mma.m16n8k16 (.f16) and mma.m16n8k32 (.s8). They are those of `mma.sync`,
-which every architecture here has; Hopper's wgmma and Blackwell's tcgen05 take their operands from shared
-memory and are not described.
+"Warp-level matrix instructions", mma.m16n8k16 (.f16, .bf16) and mma.m16n8k32 (.s8). They are those of
+`mma.sync`, which every architecture here has; Hopper's wgmma and Blackwell's tcgen05 take their operands from
+shared memory and are not described.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ _GROUP_ROWS = ((1, 0), (2, 0), (4, 0))
 _GROUP_COLUMNS = ((0, 1), (0, 2), (0, 4))
 _ACCUMULATOR = Fragment(16, 8, ((0, 2), (0, 4), *_GROUP_ROWS), ((0, 1), (8, 0)))
 
-_F16 = MatrixInstruction(
-    name="mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
-    m=16,
-    n=8,
-    k=16,
-    inputs="f16",
-    accumulator="f32",
-    a=Fragment(16, 16, ((0, 2), (0, 4), *_GROUP_ROWS), ((0, 1), (8, 0), (0, 8))),
-    b=Fragment(16, 8, ((2, 0), (4, 0), *_GROUP_COLUMNS), ((1, 0), (8, 0))),
-    c=_ACCUMULATOR,
+_FLOATS = tuple(
+    MatrixInstruction(
+        name=f"mma.sync.aligned.m16n8k16.row.col.f32.{inputs}.{inputs}.f32",
+        m=16,
+        n=8,
+        k=16,
+        inputs=inputs,
+        accumulator="f32",
+        a=Fragment(16, 16, ((0, 2), (0, 4), *_GROUP_ROWS), ((0, 1), (8, 0), (0, 8))),
+        b=Fragment(16, 8, ((2, 0), (4, 0), *_GROUP_COLUMNS), ((1, 0), (8, 0))),
+        c=_ACCUMULATOR,
+    )
+    for inputs in ("f16", "bf16")
 )
 _S8 = MatrixInstruction(
     name="mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32",
@@ -49,7 +52,7 @@ def _target(name: str, shared_memory: int, product: Product) -> GpuTarget:
         dialect="cuda",
         subgroup=32,
         dot4="dp4a",
-        matrix=(_S8, _F16),
+        matrix=(_S8, *_FLOATS),
         shared_memory=shared_memory,
         static_shared_memory=48 << 10,
         max_threads=1024,

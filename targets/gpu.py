@@ -65,7 +65,7 @@ class GpuTarget:
         return LANES
 
     def matrix_instruction(self, inputs: str) -> MatrixInstruction | None:
-        """The instruction for `s8` or `f16` inputs, if there is one."""
+        """The instruction for `s8`, `f16`, `bf16` or `f32` inputs, if there is one."""
         return next((i for i in self.matrix if i.inputs == inputs), None)
 
 

@@ -1,7 +1,8 @@
 """Apple GPUs, by Metal GPU family.
 
-Limits: Apple, "Metal Feature Set Tables". A `simdgroup_matrix` has an opaque layout (Metal Shading Language
-Specification, "SIMD-group Matrix Data Types"): it is loaded and stored as a whole.
+Limits: Apple, "Metal Feature Set Tables". Of a `simdgroup_matrix`, each lane has two elements, its
+`thread_elements()`. The Metal Shading Language Specification does not say which; Apple's own MLX relies on it
+(ml-explore/mlx, mlx/backend/metal/kernels/steel/gemm/mma.h: `BaseMMAFrag<T, 8, 8>::get_coord`).
 """
 
 from __future__ import annotations
@@ -11,9 +12,14 @@ import re
 import sys
 
 from zllmc.targets.gpu import GpuTarget, Product, named, undetected
-from zllmc.zllm_ir.matrix_unit import MatrixInstruction
+from zllmc.zllm_ir.matrix_unit import Fragment, MatrixInstruction
 
-_F16 = MatrixInstruction("simdgroup_multiply_accumulate", 8, 8, 8, "f16", "f32")
+# The two elements of a lane lie side by side.
+_MATRIX = Fragment(8, 8, ((0, 2), (1, 0), (2, 0), (0, 4), (4, 0)), ((0, 1),))
+_FLOATS = tuple(
+    MatrixInstruction("simdgroup_multiply_accumulate", 8, 8, 8, inputs, "f32", _MATRIX, _MATRIX, _MATRIX)
+    for inputs in ("f16", "f32")
+)
 
 
 def _target(name: str, product: Product) -> GpuTarget:
@@ -23,7 +29,7 @@ def _target(name: str, product: Product) -> GpuTarget:
         dialect="metal",
         subgroup=32,
         dot4=None,
-        matrix=(_F16,),
+        matrix=_FLOATS,
         shared_memory=32 << 10,
         static_shared_memory=32 << 10,
         max_threads=1024,

@@ -6,6 +6,7 @@ Instructions"; "RDNA3" and "RDNA4 Instruction Set Architecture", sections "Wave 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from zllmc.targets.gpu import GpuTarget, Product, named, undetected
@@ -30,12 +31,14 @@ def _along_k(k: int, upper: tuple[int, ...], elements: int) -> tuple[Fragment, F
 def _instruction(
     name: str, inputs: str, k: int, ab: tuple[Fragment, Fragment], c: Fragment
 ) -> MatrixInstruction:
-    return MatrixInstruction(name, 16, 16, k, inputs, {"s8": "s32", "f16": "f32"}[inputs], *ab, c)
+    return MatrixInstruction(name, 16, 16, k, inputs, "s32" if inputs == "s8" else "f32", *ab, c)
 
 
 # CDNA: four groups of 16 lanes, each with its part of K and, in C, four consecutive rows.
 _CDNA_C = Fragment(16, 16, (*_FOUR_COLUMNS, (4, 0), (8, 0)), ((1, 0), (2, 0)))
 _CDNA_F16 = _instruction("v_mfma_f32_16x16x16_f16", "f16", 16, _along_k(16, (4, 8), 4), _CDNA_C)
+_CDNA2_BF16 = replace(_CDNA_F16, name="v_mfma_f32_16x16x16_bf16_1k", inputs="bf16")
+_CDNA3_BF16 = replace(_CDNA_F16, name="v_mfma_f32_16x16x16_bf16", inputs="bf16")
 _CDNA2_S8 = _instruction("v_mfma_i32_16x16x16_i8", "s8", 16, _along_k(16, (4, 8), 4), _CDNA_C)
 _CDNA3_S8 = _instruction("v_mfma_i32_16x16x32_i8", "s8", 32, _along_k(32, (8, 16), 8), _CDNA_C)
 
@@ -44,6 +47,7 @@ _RDNA3_C = Fragment(16, 16, (*_FOUR_COLUMNS, (1, 0)), ((2, 0), (4, 0), (8, 0)))
 _RDNA3 = (
     _instruction("v_wmma_i32_16x16x16_iu8", "s8", 16, _along_k(16, (0,), 16), _RDNA3_C),
     _instruction("v_wmma_f32_16x16x16_f16", "f16", 16, _along_k(16, (0,), 16), _RDNA3_C),
+    _instruction("v_wmma_f32_16x16x16_bf16", "bf16", 16, _along_k(16, (0,), 16), _RDNA3_C),
 )
 
 # RDNA4: each half of the wave has its half of K and, in C, its half of the rows.
@@ -51,6 +55,7 @@ _RDNA4_C = Fragment(16, 16, (*_FOUR_COLUMNS, (8, 0)), ((1, 0), (2, 0), (4, 0)))
 _RDNA4 = (
     _instruction("v_wmma_i32_16x16x16_iu8", "s8", 16, _along_k(16, (8,), 8), _RDNA4_C),
     _instruction("v_wmma_f32_16x16x16_f16", "f16", 16, _along_k(16, (8,), 8), _RDNA4_C),
+    _instruction("v_wmma_f32_16x16x16_bf16", "bf16", 16, _along_k(16, (8,), 8), _RDNA4_C),
 )
 
 
@@ -82,13 +87,17 @@ TARGETS = {
     t.name: t
     for t in (
         _target(
-            "gfx90a", 64, "sdot4", (_CDNA2_S8, _CDNA_F16), Product("Instinct MI210", 104, 1638, 90, 181, 181)
+            "gfx90a",
+            64,
+            "sdot4",
+            (_CDNA2_S8, _CDNA_F16, _CDNA2_BF16),
+            Product("Instinct MI210", 104, 1638, 90, 181, 181),
         ),
         _target(
             "gfx942",
             64,
             "sdot4",
-            (_CDNA3_S8, _CDNA_F16),
+            (_CDNA3_S8, _CDNA_F16, _CDNA3_BF16),
             Product("Instinct MI300X", 304, 5300, 327, 2615, 1307),
         ),
         # Without matrix units: its int8 and f16 "matrix" peaks are those of dot instructions.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from zllmc.zllm_ir.fused_ops import GROUP
+from zllmc.zllm_ir.fused_ops import GROUP, _quantize
 from zllmc.zllm_ir.kernel_graph import activation_row_bytes
 
 
@@ -24,3 +24,16 @@ def a8_rows(x: np.ndarray) -> np.ndarray:
     packed = np.concatenate(flat, axis=1)
     rows[:, : packed.shape[1]] = packed
     return rows
+
+
+def seen_by(inputs: str, x: np.ndarray) -> np.ndarray:
+    """f32 activations as a linear multiplies them: quantized, or rounded to the inputs of a matrix unit."""
+    match inputs:
+        case "a8":
+            return _quantize(x)
+        case "f16":
+            return np.clip(x, -65504, 65504).astype(np.float16)
+        case "bf16":
+            bits = x.view(np.uint32)
+            return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+    return x

@@ -11,10 +11,10 @@ Offset = tuple[int, int]  # rows, columns
 class Fragment:
     """Where the elements of one operand of a matrix instruction lie.
 
-    Each lane of a subgroup holds `elements` of the operand, packed into its registers in order (four int8
-    or two f16 to a register, low bits first). All layouts are sums over bits: element e of lane l lies at
-    the sum of `lane_bits[i]` over the set bits i of l and of `element_bits[i]` over the set bits of e. A lane
-    bit with offset (0, 0) means that lanes differing in it hold the same elements.
+    Each lane of a subgroup holds `elements` of the operand, packed into its registers in order (four int8,
+    two f16 or bf16, or one f32 to a register, low bits first). All layouts are sums over bits: element e of
+    lane l lies at the sum of `lane_bits[i]` over the set bits i of l and of `element_bits[i]` over the set
+    bits of e. A lane bit with offset (0, 0) means that lanes differing in it hold the same elements.
     """
 
     rows: int
@@ -38,8 +38,8 @@ class Fragment:
 class MatrixInstruction:
     """One instruction: C (M×N) += A (M×K) × B (K×N), executed by a whole subgroup.
 
-    `name` is the instruction as its documentation spells it. Types are `s8`, `f16`, `s32`, `f32`. The
-    fragments are None where the layout is opaque (Metal): there only whole tiles are loaded and stored.
+    `name` is the instruction as its documentation spells it. `inputs`: `s8`, `f16`, `bf16` or `f32`;
+    `accumulator`: `s32` or `f32`.
     """
 
     name: str
@@ -48,6 +48,6 @@ class MatrixInstruction:
     k: int
     inputs: str
     accumulator: str
-    a: Fragment | None = None
-    b: Fragment | None = None
-    c: Fragment | None = None
+    a: Fragment
+    b: Fragment
+    c: Fragment

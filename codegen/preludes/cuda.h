@@ -45,6 +45,25 @@ DEVICE_FUNCTION void matrix_f16(float* c, const unsigned* a, const unsigned* b) 
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+DEVICE_FUNCTION void matrix_bf16(float* c, const unsigned* a, const unsigned* b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Two floats as a matrix instruction's inputs; halves stay finite.
+DEVICE_FUNCTION unsigned pack_f16(float low, float high) {
+    unsigned result;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2; min.f16x2 %0, %0, %3; max.f16x2 %0, %0, %4;"
+        : "=&r"(result)
+        : "f"(high), "f"(low), "r"(0x7bff7bff), "r"(0xfbfffbff));
+    return result;
+}
+DEVICE_FUNCTION unsigned pack_bf16(float low, float high) {
+    unsigned result;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+}
 
 DEVICE_FUNCTION float as_float(unsigned v) { return __uint_as_float(v); }
 DEVICE_FUNCTION unsigned as_uint(float v) { return __float_as_uint(v); }
@@ -64,6 +83,17 @@ DEVICE_FUNCTION unsigned short float_to_half(float v) {
 DEVICE_FUNCTION uint4 load16(const unsigned char* p) { return *reinterpret_cast<const uint4*>(p); }
 DEVICE_FUNCTION uint2 load8(const unsigned char* p) { return *reinterpret_cast<const uint2*>(p); }
 DEVICE_FUNCTION void store16(unsigned char* p, uint4 v) { *reinterpret_cast<uint4*>(p) = v; }
+
+
+// From global to shared memory, past the registers; there once `copies_wait` returns, and to others after a barrier.
+DEVICE_FUNCTION unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+DEVICE_FUNCTION void copy_async16(unsigned* to, const unsigned char* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+DEVICE_FUNCTION void copy_async4(float* to, const float* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+DEVICE_FUNCTION void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 DEVICE_FUNCTION float fexp(float x) { return expf(x); }
 DEVICE_FUNCTION float flog(float x) { return logf(x); }

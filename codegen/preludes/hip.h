@@ -75,18 +75,23 @@ using FloatSums = Vector<float, 8>::Type;
 #if defined(__GFX11__)
 using Bytes = Vector<int, 4>::Type;
 using Halves = Vector<_Float16, 16>::Type;
+using BrainHalves = Vector<short, 16>::Type;
 #define MATRIX_S8(a, b, c) __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32(true, a, true, b, c, false)
 #define MATRIX_F16(a, b, c) __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(a, b, c)
+#define MATRIX_BF16(a, b, c) __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32(a, b, c)
 #else
 using Bytes = Vector<int, 2>::Type;
 using Halves = Vector<_Float16, 8>::Type;
+using BrainHalves = Vector<short, 8>::Type;
 #define MATRIX_S8(a, b, c) __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32_gfx12(true, a, true, b, c, false)
 #define MATRIX_F16(a, b, c) __builtin_amdgcn_wmma_f32_16x16x16_f16_w32_gfx12(a, b, c)
+#define MATRIX_BF16(a, b, c) __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32_gfx12(a, b, c)
 #endif
 #elif SUBGROUP == 64
 using Sums = Vector<int, 4>::Type;
 using FloatSums = Vector<float, 4>::Type;
 using Halves = Vector<_Float16, 4>::Type;
+using BrainHalves = Vector<short, 4>::Type;
 #if defined(__gfx942__)
 using Bytes = long;
 #define MATRIX_S8(a, b, c) __builtin_amdgcn_mfma_i32_16x16x32_i8(a, b, c, 0, 0, 0)
@@ -95,6 +100,7 @@ using Bytes = int;
 #define MATRIX_S8(a, b, c) __builtin_amdgcn_mfma_i32_16x16x16i8(a, b, c, 0, 0, 0)
 #endif
 #define MATRIX_F16(a, b, c) __builtin_amdgcn_mfma_f32_16x16x16f16(a, b, c, 0, 0, 0)
+#define MATRIX_BF16(a, b, c) __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(a, b, c, 0, 0, 0)
 #endif
 #ifdef MATRIX_S8
 DEVICE_FUNCTION void matrix_s8(int* c, const unsigned* a, const unsigned* b) {
@@ -103,7 +109,31 @@ DEVICE_FUNCTION void matrix_s8(int* c, const unsigned* a, const unsigned* b) {
 DEVICE_FUNCTION void matrix_f16(float* c, const unsigned* a, const unsigned* b) {
     scatter(c, MATRIX_F16(gather<Halves>(a), gather<Halves>(b), gather<FloatSums>(c)));
 }
+DEVICE_FUNCTION void matrix_bf16(float* c, const unsigned* a, const unsigned* b) {
+    scatter(c, MATRIX_BF16(gather<BrainHalves>(a), gather<BrainHalves>(b), gather<FloatSums>(c)));
+}
 #endif
+
+// Two floats as a matrix instruction's inputs; halves stay finite.
+DEVICE_FUNCTION unsigned pack_f16(float low, float high) {
+    low = __builtin_fminf(__builtin_fmaxf(low, -65504.0f), 65504.0f);
+    high = __builtin_fminf(__builtin_fmaxf(high, -65504.0f), 65504.0f);
+    return float_to_half(low) | static_cast<unsigned>(float_to_half(high)) << 16;
+}
+DEVICE_FUNCTION unsigned round_bf16(float v) {  // in the upper half; of finite numbers
+    const unsigned bits = as_uint(v);
+    return bits + 0x7fffu + (bits >> 16 & 1u);
+}
+DEVICE_FUNCTION unsigned pack_bf16(float low, float high) {
+    return round_bf16(low) >> 16 | (round_bf16(high) & 0xffff0000u);
+}
+
+// To shared memory; there once `copies_wait` returns, which on CUDA is later.
+DEVICE_FUNCTION void copy_async16(unsigned* to, const unsigned char* from) {
+    store16(reinterpret_cast<unsigned char*>(to), load16(from));
+}
+DEVICE_FUNCTION void copy_async4(float* to, const float* from) { *to = *from; }
+DEVICE_FUNCTION void copies_wait() {}
 
 // Only shared memory is waited for where the compiler can tell (clang 19 and newer): loads from global memory
 // stay in flight over the barrier.

@@ -47,6 +47,41 @@ DEVICE_FUNCTION uint2 load8(threadgroup const uchar* p) { return *reinterpret_ca
 DEVICE_FUNCTION void store16(device uchar* p, uint4 v) { *reinterpret_cast<device uint4*>(p) = v; }
 DEVICE_FUNCTION void store16(threadgroup uchar* p, uint4 v) { *reinterpret_cast<threadgroup uint4*>(p) = v; }
 
+
+// Four signed bytes as halves: that of byte b + 128 is 1024 + it, once its bits are the last of the half 1024.
+DEVICE_FUNCTION uint2 bytes_to_f16(uint v) {
+    const uint bytes = v ^ 0x80808080u;
+    const uint low = (bytes & 0xffu) | (bytes & 0xff00u) << 8, high = (bytes >> 16 & 0xffu) | (bytes >> 8 & 0xff0000u);
+    const half2 zero = as_type<half2>(0x64806480u);  // 1024 + 128
+    return uint2(as_type<uint>(as_type<half2>(low | 0x64006400u) - zero),
+                 as_type<uint>(as_type<half2>(high | 0x64006400u) - zero));
+}
+
+// C += A × B; targets.metal says which elements are a lane's.
+DEVICE_FUNCTION void matrix_f16(thread float* c, thread const uint* a, thread const uint* b) {
+    simdgroup_half8x8 left, right;
+    simdgroup_float8x8 sums;
+    left.thread_elements() = as_type<half2>(a[0]);
+    right.thread_elements() = as_type<half2>(b[0]);
+    sums.thread_elements() = float2(c[0], c[1]);
+    simdgroup_multiply_accumulate(sums, left, right, sums);
+    c[0] = sums.thread_elements()[0];
+    c[1] = sums.thread_elements()[1];
+}
+DEVICE_FUNCTION void matrix_f32(thread float* c, thread const uint* a, thread const uint* b) {
+    simdgroup_float8x8 left, right, sums;
+    left.thread_elements() = float2(as_type<float>(a[0]), as_type<float>(a[1]));
+    right.thread_elements() = float2(as_type<float>(b[0]), as_type<float>(b[1]));
+    sums.thread_elements() = float2(c[0], c[1]);
+    simdgroup_multiply_accumulate(sums, left, right, sums);
+    c[0] = sums.thread_elements()[0];
+    c[1] = sums.thread_elements()[1];
+}
+
+// To threadgroup memory; there once `copies_wait` returns, which on CUDA is later.
+DEVICE_FUNCTION void copy_async4(threadgroup float* to, device const float* from) { *to = *from; }
+DEVICE_FUNCTION void copies_wait() {}
+
 DEVICE_FUNCTION float fexp(float x) { return precise::exp(x); }
 DEVICE_FUNCTION float flog(float x) { return precise::log(x); }
 DEVICE_FUNCTION float fsqrt(float x) { return precise::sqrt(x); }

@@ -17,7 +17,7 @@
 #include "executor.h"
 #include "fibers.h"
 
-constexpr unsigned MAX_THREADS = 1024, MAX_SUBGROUP = 64, MAX_SHARED = 32;
+constexpr unsigned MAX_THREADS = 1024, MAX_SUBGROUP = 64, MAX_SHARED = 32, MAX_COPIES = 64;
 // Of each stack and each shared array, one part of which is inaccessible. All are multiples of any page's size.
 constexpr size_t STACK = 192 << 10, SHARED = 256 << 10, GUARD = 64 << 10;
 constexpr int POISON = 0xff;  // makes NaNs, and indices that lie outside everything
@@ -53,6 +53,12 @@ struct Site {  // where threads meet
   }
 };
 
+struct Copy {
+  void* to;
+  const void* from;
+  unsigned bytes;
+};
+
 struct Worker {
   // The block and where it stands.
   const Launch* launch;
@@ -65,6 +71,8 @@ struct Worker {
   void* stack_pointers[MAX_THREADS];  // by turn
   void* home;                         // the stack pointer of the worker itself while a fiber runs
   size_t shared_sizes[MAX_SHARED], shared_total;
+  unsigned copy_counts[MAX_THREADS];  // that are under way, by thread
+  Copy copies[MAX_THREADS][MAX_COPIES];
 
   // What went wrong.
   volatile bool on_fiber, failed;
@@ -90,6 +98,7 @@ inline void start_fibers(Worker& w, const Launch& launch, const Options& options
   const unsigned positions[] = {SIMT_UNIT_LANES - 1, options.subgroup - 1, ~0u};
   memcpy(w.positions, positions, sizeof positions);
   memset(w.shared_sizes, 0, sizeof w.shared_sizes);
+  memset(w.copy_counts, 0, sizeof w.copy_counts);
   w.shared_total = 0;
   for (unsigned turn = 0; turn < launch.threads; ++turn)
     // Tops at equal distances would share few sets of the caches.

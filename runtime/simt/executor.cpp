@@ -226,6 +226,23 @@ void* simt_shared(unsigned number, unsigned bytes, unsigned alignment) {
   return shared_array(w, number);
 }
 
+void simt_copy_later(void* to, const void* from, unsigned bytes, int line) {
+  Worker& w = *worker;
+  unsigned& count = w.copy_counts[w.thread];
+  if (((uintptr_t)to | (uintptr_t)from) % bytes) simt_fail("an asynchronous copy is misaligned", line);
+  if (count == MAX_COPIES) simt_fail("there are too many asynchronous copies", line);
+  w.copies[w.thread][count++] = {to, from, bytes};
+}
+
+void simt_copy_now() {
+  Worker& w = *worker;
+  for (unsigned i = 0; i < w.copy_counts[w.thread]; ++i) {
+    const Copy& copy = w.copies[w.thread][i];
+    memcpy(copy.to, copy.from, copy.bytes);
+  }
+  w.copy_counts[w.thread] = 0;
+}
+
 void simt_fail(const char* what, int line) { fail(*worker, "%s in line %d", what, line); }
 
 // -- what emulator.py calls ---------------------------------------------------------------------------------

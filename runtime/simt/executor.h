@@ -31,5 +31,9 @@ void simt_meet(SimtScope scope, int line, void* operand, void (*complete)(void* 
 // Shared array number `number` of the kernel.
 void* simt_shared(unsigned number, unsigned bytes, unsigned alignment);
 
+// Copies of the running thread, each aligned to its size, which the second call makes.
+void simt_copy_later(void* to, const void* from, unsigned bytes, int line);
+void simt_copy_now();
+
 [[noreturn]] void simt_fail(const char* what, int line);
 }

@@ -97,6 +97,11 @@ inline void store16(uchar* to, uint4 value, SIMT_LINE) {
   *reinterpret_cast<uint4*>(to) = value;
 }
 
+// Copies to shared memory that are there when `copies_wait` returns, and not before, in every dialect.
+inline void copy_async16(uint* to, const uchar* from, SIMT_LINE) { simt_copy_later(to, from, 16, line); }
+inline void copy_async4(float* to, const float* from, SIMT_LINE) { simt_copy_later(to, from, 4, line); }
+inline void copies_wait() { simt_copy_now(); }
+
 // -- arithmetic ---------------------------------------------------------------------------------------------
 
 inline int dot4(int a, int b, int c) {
@@ -205,6 +210,32 @@ struct SimtF16 {
   static constexpr int bits = 16;
   static float value(unsigned element) { return half_to_float(element); }
 };
+struct SimtBF16 {
+  static constexpr int bits = 16;
+  static float value(unsigned element) { return as_float(element << 16); }
+};
+struct SimtF32 {
+  static constexpr int bits = 32;
+  static float value(unsigned element) { return as_float(element); }
+};
+
+inline unsigned pack_f16(float low, float high) {
+  low = fmin_(fmax_(low, -65504.0f), 65504.0f);
+  high = fmin_(fmax_(high, -65504.0f), 65504.0f);
+  return float_to_half(low) | unsigned(float_to_half(high)) << 16;
+}
+inline unsigned simt_to_bf16(float value) {
+  const unsigned bits = as_uint(value);
+  return value != value ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+}
+inline unsigned pack_bf16(float low, float high) { return simt_to_bf16(low) | simt_to_bf16(high) << 16; }
+
+// Four signed bytes as halves.
+inline uint2 bytes_to_f16(unsigned v) {
+  unsigned halves[4];
+  for (int i = 0; i < 4; ++i) halves[i] = float_to_half((signed char)(v >> 8 * i));
+  return {halves[0] | halves[1] << 16, halves[2] | halves[3] << 16};
+}
 
 struct SimtPlace {
   uchar row, column;
@@ -224,33 +255,42 @@ struct SimtMatrixOperand {
   int line;
 };
 
-// The matrix that lanes hold in words. Where several hold the same element, it must be the same.
-template <class Input, int rows, int columns, int elements>
-void simt_gather(int (&matrix)[rows][columns], const SimtPlace (&places)[elements], const unsigned* words, int line) {
-  constexpr int each = 32 / Input::bits;
-  for (int element = 0; element < elements; ++element) {
-    const int bits = words[element / each] >> element % each * Input::bits & ((1 << Input::bits) - 1);
-    int& home = matrix[places[element].row][places[element].column];
-    if (home >= 0 && home != bits) simt_fail("lanes disagree about an element of a matrix", line);
-    home = bits;
+// A matrix that lanes hold in words. Where several hold the same element, it must be the same.
+template <class Input, int rows, int columns>
+struct SimtOperand {
+  long bits[rows][columns];
+  decltype(Input::value(0)) values[rows][columns];
+
+  SimtOperand() { __builtin_memset(bits, -1, sizeof bits); }
+
+  template <int elements>
+  void gather(const SimtPlace (&places)[elements], const unsigned* words, int line) {
+    constexpr int each = 32 / Input::bits;
+    for (int element = 0; element < elements; ++element) {
+      const unsigned part = words[element / each] >> element % each * Input::bits & (0xffffffffu >> (32 - Input::bits));
+      auto [row, column] = places[element];
+      long& home = bits[row][column];
+      if (home >= 0 && home != part) simt_fail("lanes disagree about an element of a matrix", line);
+      home = part;
+      values[row][column] = Input::value(part);
+    }
   }
-}
+};
 
 template <class Input, class Sum, class Matrix, Matrix& at>
 void simt_multiply(void* const* operands) {
   constexpr int m = Matrix::m, n = Matrix::n, k = Matrix::k;
-  int a[m][k], b[k][n];
-  __builtin_memset(a, -1, sizeof a);
-  __builtin_memset(b, -1, sizeof b);
+  SimtOperand<Input, m, k> a;
+  SimtOperand<Input, k, n> b;
   for (int lane = 0; lane < SUBGROUP; ++lane) {
     auto* operand = static_cast<SimtMatrixOperand<Sum>*>(operands[lane]);
-    simt_gather<Input>(a, at.a[lane], operand->a, operand->line);
-    simt_gather<Input>(b, at.b[lane], operand->b, operand->line);
+    a.gather(at.a[lane], operand->a, operand->line);
+    b.gather(at.b[lane], operand->b, operand->line);
   }
   for (int lane = 0; lane < SUBGROUP; ++lane) {
     Sum* c = static_cast<SimtMatrixOperand<Sum>*>(operands[lane])->c;
     for (auto [row, column] : at.c[lane]) {
-      for (int i = 0; i < k; ++i) *c += Input::value(a[row][i]) * Input::value(b[i][column]);
+      for (int i = 0; i < k; ++i) *c += a.values[row][i] * b.values[i][column];
       ++c;
     }
   }

@@ -82,19 +82,28 @@ LIBRARY = r"""
 #define device __attribute__((address_space(1)))
 #define constant const __attribute__((address_space(2)))
 #define threadgroup __attribute__((address_space(3)))
+#define thread
 typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned uint;
 typedef _Float16 half;
 typedef signed char char4 __attribute__((ext_vector_type(4)));
+typedef half half2 __attribute__((ext_vector_type(2)));
+typedef float float2 __attribute__((ext_vector_type(2)));
 typedef int int4 __attribute__((ext_vector_type(4)));
 typedef uint uint2 __attribute__((ext_vector_type(2)));
 typedef uint uint4 __attribute__((ext_vector_type(4)));
 #define int4(v) __builtin_convertvector(v, int4)
+#define float2(...) (float2{__VA_ARGS__})
 #define uint2(...) (uint2{__VA_ARGS__})
 #define uint4(...) (uint4{__VA_ARGS__})
 template <typename T, typename U> T as_type(U v) { return __builtin_bit_cast(T, v); }
 namespace metal {
+template <typename T> struct simdgroup8x8 { T elements; T& thread_elements(); };
+typedef simdgroup8x8<half2> simdgroup_half8x8;
+typedef simdgroup8x8<float2> simdgroup_float8x8;
+template <typename T, typename Sum>
+void simdgroup_multiply_accumulate(Sum& d, simdgroup8x8<T>& a, simdgroup8x8<T>& b, Sum& c);
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
@@ -122,7 +131,9 @@ float pow(float, float);
 }
 """
 USE = """
-int use(device uchar* d, constant uchar* c, threadgroup uchar* t) {
+int use(device uchar* d, constant uchar* c, threadgroup uchar* t, device float* x, threadgroup float* y) {
+    copy_async4(y, x);
+    copies_wait();
     uint4 a = load16(d);
     store16(t, a + load16(c) + load16(static_cast<threadgroup const uchar*>(t)));
     store16(d, make_uint4(a.x, 1, 2, 3) + load16(static_cast<device const uchar*>(d)));
@@ -133,6 +144,10 @@ int use(device uchar* d, constant uchar* c, threadgroup uchar* t) {
     f += subgroup_shuffle(f, 1) + subgroup_shuffle_xor(f, 2) + subgroup_shuffle(b.x, 1);
     f += fexp(f) + flog(f) + fsqrt(f) + frsqrt(f) + fsin(f) + fcos(f) + ftanh(f) + fpow(f, f);
     f += unit_shuffle(f, 1) + unit_shuffle_xor(b.y, 2) + unit_add(f) + unit_max(2) + frint(f);
+    float sums[2] = {f, f};
+    uint words[2] = {bytes_to_f16(b.x).x, bytes_to_f16(b.y).y};
+    matrix_f16(sums, words, words);
+    matrix_f32(sums, words, words);
     f += fmin_(f, 1) + fmax_(f, 2) + fabs_(f) + ffma(f, f, f);
     return dot4(as_int(a.y), int(as_uint(f)), imin(1, imax(2, 3))) + subgroup_add(SUBGROUP);
 }
