@@ -4,9 +4,10 @@
 
 TARGET is as for `zllmc compile` (`cuda`, `rocm:gfx1100`, …). Every small model of a conformance folder is
 compiled; each of its kernels is compared with the op's numpy reference on the device itself, and the logits
-with the file's. Then each MODEL is compiled and measured: prefill, decode as a replayed graph and kernel by
-kernel, which must choose the same tokens, and what part of the memory's bandwidth decoding takes. It needs
-the packages of `pip install zllmc[gpu]`, the driver, and no more than some minutes.
+with the file's. Then each MODEL is compiled and measured: prefill, decode as a replayed graph, kernel by
+kernel, and in greedy rounds that the device runs by itself, which must choose the same tokens, and what part
+of the memory's bandwidth those rounds take. It needs the packages of `pip install zllmc[gpu]`, the driver,
+and no more than some minutes.
 
 With --emulate, the same runs on the emulated device: a rehearsal, in which no time means anything.
 """
@@ -30,6 +31,7 @@ from zllmc.compiler import compile_model
 from zllmc.runtime.artifact import open_artifact
 from zllmc.runtime.devices import Mode
 from zllmc.runtime.engine import Engine
+from zllmc.runtime.greedy_rounds import GreedyRounds
 from zllmc.targets.gpu import GpuTarget
 from zllmc.verify import verify_artifact
 from zllmc.wording import table
@@ -68,7 +70,11 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(results, indent=2))
     wrong = [name for name, right in results["conformance"].items() if right is False]
-    wrong += [name for name, row in results["models"].items() if not row["replay_equals_eager"]]
+    wrong += [
+        name
+        for name, row in results["models"].items()
+        if not (row["replay_equals_eager"] and row["rounds_equal_replay"])
+    ]
     if wrong:
         sys.exit(f"WRONG: {', '.join(wrong)}")
 
@@ -92,17 +98,19 @@ def check(model: Path, target: GpuTarget, artifact: Path, mode: Mode | None) -> 
 
 
 def measure(artifact: Path, target: GpuTarget, mode: Mode | None, prompt: int, tokens: int) -> dict[str, Any]:
-    """Tokens/s of prefill and decode, replayed and eager, and bytes/s over the peak."""
+    """Tokens/s of prefill and of decode replayed, eager and in rounds, and bytes/s of these over the peak."""
     begin = time.perf_counter()
-    replayed, ids, moved = _run(artifact, mode, prompt, tokens)
-    eager, eager_ids, _ = _run(artifact, mode or "eager", prompt, tokens)
-    rate = replayed["decode"]
+    replayed, ids, chosen, moved = _run(artifact, mode, prompt, tokens)
+    eager, eager_ids, *_ = _run(artifact, mode or "eager", prompt, tokens)
+    rate = replayed["rounds"]
     return {
         "load_s": replayed["load"],
         "prefill_tokens_per_s": replayed["prefill"],
-        "decode_tokens_per_s": rate,
+        "decode_tokens_per_s": replayed["decode"],
         "decode_eager_tokens_per_s": eager["decode"],
+        "rounds_tokens_per_s": rate,
         "replay_equals_eager": ids == eager_ids,
+        "rounds_equal_replay": chosen == ids,
         "bandwidth": moved * rate / (target.product.bandwidth * 1e9),
         "seconds": time.perf_counter() - begin,
     }
@@ -110,8 +118,9 @@ def measure(artifact: Path, target: GpuTarget, mode: Mode | None, prompt: int, t
 
 def _run(
     artifact: Path, mode: Mode | None, count: int, tokens: int
-) -> tuple[dict[str, float], list[int], float]:
-    """Seconds to load, tokens/s of prefill and decode, the greedy tokens, and weight bytes of a token."""
+) -> tuple[dict[str, float], list[int], list[int], float]:
+    """Seconds to load, tokens/s of prefill, decode and greedy rounds, the tokens that the host and the device
+    chose, and weight bytes of a token."""
     begin = time.perf_counter()
     with Engine.open(artifact, device=mode) as engine:
         loaded = time.perf_counter() - begin
@@ -127,17 +136,31 @@ def _run(
         for _ in range(tokens):
             ids.append(int(np.argmax(session.decode(ids[-1]))))
         decode = tokens / (time.perf_counter() - begin)
+        session.truncate(count)
+        greedy = GreedyRounds(engine, session, count + tokens + 1)
+        chosen = ids[:1]
+        chosen.append(greedy.step(chosen[-1]))
+        begin = time.perf_counter()
+        for _ in range(tokens):
+            chosen.append(greedy.step(chosen[-1]))
+        rounds = tokens / (time.perf_counter() - begin)
         moved = traffic(engine, open_artifact(artifact).plan, 1.0)["weight_bytes_per_token"]
-    return {"load": loaded, "prefill": prefill, "decode": decode}, ids, moved
+    rates = {"load": loaded, "prefill": prefill, "decode": decode, "rounds": rounds}
+    return rates, ids, chosen, moved
 
 
 def _print(models: dict[str, dict[str, Any]]) -> None:
-    rows = [["model", "load s", "prefill tokens/s", "decode tokens/s", "eager", "same", "of bandwidth"]]
+    rates = {
+        "prefill": "prefill tokens/s",
+        "decode": "decode tokens/s",
+        "decode_eager": "eager",
+        "rounds": "rounds",
+    }
+    rows = [["model", "load s", *rates.values(), "same", "of bandwidth"]]
     for name, row in models.items():
-        rates = [row[f"{what}_tokens_per_s"] for what in ("prefill", "decode", "decode_eager")]
-        same = "yes" if row["replay_equals_eager"] else "NO"
-        rates_text = [f"{rate:,.1f}" for rate in rates]
-        rows.append([name, f"{row['load_s']:.2f}", *rates_text, same, f"{row['bandwidth']:.0%}"])
+        found = [f"{row[f'{what}_tokens_per_s']:,.1f}" for what in rates]
+        same = "yes" if row["replay_equals_eager"] and row["rounds_equal_replay"] else "NO"
+        rows.append([name, f"{row['load_s']:.2f}", *found, same, f"{row['bandwidth']:.0%}"])
     if models:
         print(table(rows))
 

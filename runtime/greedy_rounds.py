@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CHUNKS = 2  # in flight: the device has work while the host looks at the tokens of the first
 LONGEST = 8  # rounds of a chunk
-# Seconds that the host waits for a chunk. Reading after each round would slow down a fast device, and a user
+# Seconds that the host is kept by a chunk. Reading after each round would slow down a fast device, and a user
 # would see a slow one stutter: shorter chunks are made longer, and longer ones shorter.
 SHORT, LONG = 0.005, 0.02
 
@@ -33,17 +33,18 @@ class GreedyRounds:
     """Stands for a session in a loop of `decode`, with the tokens in place of the logits.
 
     No round begins where the session has `end` tokens or more, except one that was asked for. After each
-    `step` the session holds exactly the tokens given. The session, and others, may be used in between: the
-    device then begins anew.
+    `step` the session holds exactly the tokens given. Where these are others than `step` gave, or the session
+    was used in between, the device begins anew.
     """
 
     def __init__(self, engine: Engine, session: Session, end: int) -> None:
         self._engine = engine
         self._session = session
         self._end = end
-        self._changes = -1  # of the session, when rounds were last started
+        self._expected = (-1, -1)  # changes of the session, and the token that it gets
         self._next = 0  # position of the next round
         self._size = 1  # rounds of the next chunk
+        self._seconds = 0.0  # that the host was kept since it read the last
         # The positions of the rounds in flight, and what gives their tokens.
         self._chunks: deque[tuple[range, Callable[[], NDArray[np.int32]]]] = deque()
         self._tokens: deque[int] = deque()  # that were read and not given
@@ -51,20 +52,26 @@ class GreedyRounds:
     def step(self, id: int) -> int:
         """Append one token; the one with the largest logit after it. Raises SamplingError if no logit is one,
         and ContextFull."""
+        begin = perf_counter()
         session, engine = self._session, self._engine
-        if session.changes != self._changes:
+        if (session.changes, id) != self._expected:
             self._chunks.clear()
             self._tokens.clear()
         if not self._chunks and not self._tokens:
             engine.start_rounds(self, session, id)
-            self._changes, self._next = session.changes, len(session.tokens)
+            self._next = len(session.tokens)
             self._begin_chunk()
         while engine.goes_on(self) and len(self._chunks) < CHUNKS and self._next < self._end:
             self._begin_chunk()
-        if not self._tokens:
+        if self._tokens:
+            self._seconds += perf_counter() - begin
+        else:
             self._read_chunk()
+            self._resize(self._seconds + perf_counter() - begin)
+            self._seconds = 0.0
         session.tokens.append(id)
         token = self._tokens.popleft()
+        self._expected = session.changes, token
         if token < 0:
             raise SamplingError("there is no next token: the logits aren't finite numbers")
         return token
@@ -81,10 +88,10 @@ class GreedyRounds:
 
     def _read_chunk(self) -> None:
         positions, read = self._chunks.popleft()
-        begin = perf_counter()
         chosen = read()
-        seconds = perf_counter() - begin
         self._tokens.extend(int(chosen[position % CHOSEN]) for position in positions)
+
+    def _resize(self, seconds: float) -> None:
         if seconds < SHORT:
             self._size = min(2 * self._size, LONGEST)
         elif seconds > LONG:

@@ -33,4 +33,5 @@ def test_the_device_script_checks_kernels_and_measures_models(
     assert result["conformance"] == {"tiny": True}
     model = result["models"]["tiny"]
     assert model["replay_equals_eager"] is True and model["decode_tokens_per_s"] > 0
+    assert model["rounds_equal_replay"] is True and model["rounds_tokens_per_s"] > 0
     assert "attention_partial" in done.stdout and "passed" in done.stdout

@@ -15,6 +15,7 @@ from zllmc.runtime.devices import open_device
 from zllmc.runtime.driver_api import CUDA, HIP
 from zllmc.runtime.emulator import _FAILURE, _LAUNCH
 from zllmc.runtime.engine import Engine
+from zllmc.runtime.greedy_rounds import GreedyRounds
 from zllmc.runtime.sampling import GREEDY, SamplingParams
 from zllmc.zllm_ir.plan import Launch, Pointer
 
@@ -131,6 +132,32 @@ def test_a_device_that_chooses_its_tokens_gives_the_answers_of_a_host_that_does(
     path, emulated, expected_answers, monkeypatch
 ):
     assert answers(path, emulated, monkeypatch) == expected_answers
+
+
+def test_the_host_waits_for_chunks_of_rounds_and_not_for_rounds(path, emulated, folder, monkeypatch):
+    double = Double(CUDA, compile_double("cuda", folder))
+    double.run_kernels(lambda name, *given: run_on(emulated, name.decode(), *given))
+    device = double.open(parameters={name: kernel.pointers for name, kernel in emulated._kernels.items()})
+    monkeypatch.setattr("zllmc.runtime.engine.open_device", lambda *_: device)
+    monkeypatch.setattr("zllmc.runtime.greedy_rounds.SHORT", np.inf)  # as on a fast device
+    engine = Engine.open(path)
+    session = engine.session()
+    session.prefill([1, 2, 3])
+    rounds = GreedyRounds(engine, session, 40)
+    ids = [rounds.step(7)]
+    before = {name: double.calls(name) for name in ("synchronize", "write", "read", "launch_graph")}
+    for _ in range(29):
+        ids.append(rounds.step(ids[-1]))
+    calls = {name: double.calls(name) - count for name, count in before.items()}
+    assert calls["launch_graph"] >= 28 and calls["read"] <= 7
+    assert calls["synchronize"] == calls["write"] == 0
+    assert session.tokens == [1, 2, 3, 7, *ids[:-1]]
+    after = rounds.step(50)  # another than was chosen
+    session.truncate(3)
+    session.prefill([7, *ids[:-1]])
+    assert int(session.decode(50).argmax()) == after
+    device.close()
+    assert double.misuses() == "" and double.left() == ""
 
 
 @pytest.mark.parametrize("options", [{}, {"graphs": False}], ids=["graphs", "eager"])
