@@ -78,6 +78,7 @@ FAMILIES: dict[str, tuple[Callable[[KernelCall, VectorTarget, str], Any], Vector
     )
     for op in ops
 }
+_OF_ONE_TOKEN = ("top_k_partial",)  # whose results' rows are parts of it
 NORMS = {f.__name__: f for f in (norm.layer_norm, norm.norm_add, norm.rms_norm, norm.rms_norm_quantize)}
 
 
@@ -122,7 +123,8 @@ def kernel_cut(call: KernelCall, target: GpuTarget) -> Cut:
     family, unit = FAMILIES[call.op]
     function = family(call, unit, symbol(call))
     stack = print_source(function, DIALECTS[target.dialect], 1, 1).shared_bytes
-    pieces = _pieces(call) * (1 if all(r.single_row for r in call.results) else MAX_TOKENS)
+    one = call.op in _OF_ONE_TOKEN or all(r.single_row for r in call.results)
+    pieces = _pieces(call) * (1 if one else MAX_TOKENS)
     # A small kernel is over when its slowest unit is: it gets as many multiprocessors as it can use.
     each = min(-(-pieces // target.product.multiprocessors), _most_units(stack, target))
     units = _subgroups(each, target)
@@ -135,6 +137,10 @@ def _pieces(call: KernelCall) -> int:
     values = [o for o in (*call.operands, *call.results) if isinstance(o, Operand) and o.type.shape]
     kv_heads = sum(o.type.kv_heads for o in call.operands if isinstance(o, KVOperand))
     match call.op:
+        case "choose":
+            return 1
+        case "top_k_partial":
+            return int(call.results[0].type.shape[0])
         case "kv_append":
             return kv_heads
         case "rope":
