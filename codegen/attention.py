@@ -11,13 +11,13 @@ from zllmc.codegen.attention_pairs import has_pairs
 from zllmc.codegen.attention_shape import Shape, Tiles, check, register_rows
 from zllmc.codegen.attention_unit import Unit
 from zllmc.codegen.rows import row_count, signature
-from zllmc.codegen.tir import Kernel, bind, broadcast, const, hold, serial
+from zllmc.codegen.tir import Expr, Kernel, bind, broadcast, const, hold, serial
 from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.errors import IRError
 from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, KVOperand, Operand
 from zllmc.zllm_ir.plan import CONTROL_CACHED
 
-STACK = 24 << 10  # bytes for the queries and outputs of the tiles in flight
+UNITS = 64  # of work in a short prompt: as many threads as can share it, twice
 
 
 def attention_rows(call: KernelCall, target: VectorTarget, name: str) -> Any:
@@ -31,15 +31,17 @@ def attention_rows(call: KernelCall, target: VectorTarget, name: str) -> Any:
         raise IRError("attention_rows takes queries and a state")
     heads, head_dim = check(q_operand, cache)
     attributes = call.attributes
-    rows = register_rows(target)
+    rows, pairs = register_rows(target), has_pairs(target, cache)
+    # Bringing keys and values into pairs takes as long as a dozen rows do: many share it.
+    most, room = (8, 64 << 10) if pairs else (4, 24 << 10)
     shape = Shape(
         target,
         cache,
-        rows=rows * max(1, min(4, STACK // (2 * 4 * head_dim * rows))),
+        rows=rows * max(1, min(most, room // (2 * 4 * head_dim * rows))),
         tile_rows=rows,
         scale=attributes["scale"],
         softcap=attributes["softcap"],
-        pairs=has_pairs(target, cache),
+        pairs=pairs,
     )
     kv_heads, group, window = cache.type.kv_heads, heads // cache.type.kv_heads, attributes["window"]
 
@@ -47,7 +49,11 @@ def attention_rows(call: KernelCall, target: VectorTarget, name: str) -> Any:
         control, q, memory, out = k.arguments
         tokens, cached = row_count(q_operand, control), bind(control.load(CONTROL_CACHED))
         rows_per_head = tokens * group
-        units_per_head = hold(tirx.truncdiv(rows_per_head + (shape.rows - 1), shape.rows))
+        per_unit: Expr = shape.rows
+        if pairs:  # fewer where there wouldn't be enough units, whatever the threads: so goes what is rounded
+            wanted = hold(tirx.truncdiv(rows_per_head * kv_heads, UNITS * rows) + 1)
+            per_unit = hold(tirx.min(wanted * rows, shape.rows))
+        units_per_head = hold(tirx.truncdiv(rows_per_head + per_unit - 1, per_unit))
         unit = Unit(shape)
         units = bind(units_per_head * kv_heads)
         with serial(0, tirx.truncdiv(units - k.thread + k.threads - 1, k.threads)) as turn:
@@ -55,8 +61,8 @@ def attention_rows(call: KernelCall, target: VectorTarget, name: str) -> Any:
             kv_head = hold(tirx.truncdiv(number, units_per_head))
             place = bind(number - kv_head * units_per_head)
             backwards = tirx.EQ(tirx.truncmod(kv_head, 2), 1)
-            first = hold(tirx.Select(backwards, units_per_head - 1 - place, place) * shape.rows)
-            count = hold(tirx.min(shape.rows, rows_per_head - first))
+            first = hold(tirx.Select(backwards, units_per_head - 1 - place, place) * per_unit)
+            count = hold(tirx.min(per_unit, rows_per_head - first))
             tiles = hold(tirx.truncdiv(count + (rows - 1), rows))
 
             with serial(0, tiles * rows) as i:

@@ -79,9 +79,10 @@ class FloatProducts:
                             score = fma(score, scales[v], before)
                         self._scratch.scores.store(at, score)
 
-    def weigh(self, m: Expr, key: Expr, weights: Expr) -> None:
-        """Takes the weights of row m of the tile at the keys from `key` of the block on."""
-        self._scratch.scores.store(m * BLOCK + key, weights)
+    def weigh(self, m: Expr, key: Expr, weights: list[Expr]) -> None:
+        """Takes the weights of row m of the tile at the keys from `key` of the block on, in vectors."""
+        for v, weight in enumerate(weights):
+            self._scratch.scores.store(m * BLOCK + key + v * self.shape.lanes, weight)
 
     def add_values(self, head: Head, tile: Tile, key: Expr) -> None:
         """output = output · rescale + gain · Σ weights[key] · value[key]."""

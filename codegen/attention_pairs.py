@@ -1,10 +1,13 @@
 """q · k and Σ p · v over a q8 cache by instructions that sum the products of pairs of i16 (x86).
 
-The codes of a block of keys and values are widened and brought into pairs once for all rows of a unit.
-Queries and weights are rounded to i16: a query to where its Euclidean norm is NORM, so that its elements and
-all partial sums fit whatever comes; a row's weights, with the scales of their values, to where the largest
-that there can be in the block is NORM. Either rounding errs by less than a hundredth of what the codes of the
-cache did.
+Twice as many products an instruction as f32 has. The codes of a block of keys and values are widened and
+brought into pairs once for all rows of a unit. Queries and weights are rounded to i16: a query to where its
+Euclidean norm is NORM, so that its elements and all partial sums fit whatever comes; a row's weights, with
+the scales of their values, to where the largest that there can be in the block is NORM. Either rounding errs
+by less than a hundredth of what the codes of the cache did.
+
+(An f16 cache would have to be rounded too, and a key with a few large elements, as Qwen2 has them, would lose
+more than it did by f16.)
 """
 
 from __future__ import annotations
@@ -61,11 +64,14 @@ class PairProducts:
     def query(self, i: Expr, q: Memory, at: Expr, scale: float) -> None:
         """Keeps q[at …] · scale as row i."""
         lanes, width = self._lanes, self.shape.head_dim
-        square = Register("float32", lanes, const(0.0, "float32", lanes))
-        with serial(0, width // lanes) as v:
-            x = bind(q.load(at + v * lanes, lanes))
-            square.set(fma(x, x, square.get()))
-        norm = hold(sqrt(tirx.max(sum_lanes(square.get()), const(TINY, "float32"))))
+        vectors = KEY_BLOCK // lanes
+        (squares,) = zeros("float32", 1, vectors, lanes)
+        with serial(0, width // KEY_BLOCK) as step:
+            for v, square in enumerate(squares):
+                x = bind(q.load(at + step * KEY_BLOCK + v * lanes, lanes))
+                square.set(fma(x, x, square.get()))
+        square = sum_lanes(tree(lambda a, b: a + b, [s.get() for s in squares]))
+        norm = hold(sqrt(tirx.max(square, const(TINY, "float32"))))
         self._q_scales.store(i, norm * const(scale / NORM, "float32"))
         factor = bind(broadcast(const(NORM, "float32") / norm, lanes))
         codes = self._q.view("int16")
@@ -73,13 +79,12 @@ class PairProducts:
             codes.store(i * width + v * lanes, cast(_rounded(q.load(at + v * lanes, lanes), factor), "int16"))
 
     def load(self, head: Head, key: Expr, count: Expr) -> None:
-        """Brings the keys key … key + count − 1 and their values into pairs. Later ones get what lies there,
-        but their values get the scale 0."""
+        """Brings the keys key … key + count − 1 and their values into pairs; later values get the scale 0."""
         first = hold(tirx.truncdiv(key, KEY_BLOCK))
         with serial(0, tirx.truncdiv(count + (KEY_BLOCK - 1), KEY_BLOCK)) as b:
             self._load_keys(head, first + b, b)
-        with serial(0, tirx.truncdiv(count + 1, 2)) as pair:
-            self._load_values(head, key, pair)
+        with serial(0, self._pair_count(count)) as pair:
+            self._load_values(head, key, pair, count)
         lanes = self._lanes
         seen = bind(broadcast(count, lanes))
         for group in range(self._groups):
@@ -109,13 +114,14 @@ class PairProducts:
             for v, scale in enumerate(head.value_scales_of(source, group)):
                 self._value_scales.store(group * BLOCK + b * KEY_BLOCK + v * lanes, scale)
 
-    def _load_values(self, head: Head, key: Expr, pair: Expr) -> None:
+    def _load_values(self, head: Head, key: Expr, pair: Expr, count: Expr) -> None:
         lanes, width = self._lanes, self.shape.head_dim
-        for i in (0, 1):
+        rows = [hold(key + row) for row in self._pair_rows(pair, count)]
+        for row in rows:
             for at in range(0, width, LINE):
-                head.expect_value(key + pair * 2 + i + BLOCK, at)
+                head.expect_value(row + BLOCK, at)
         for at in range(0, width, KEY_BLOCK):
-            even, odd = (head.value_codes(key + pair * 2 + i, at) for i in (0, 1))
+            even, odd = (head.value_codes(row, at) for row in rows)
             for v, both in enumerate(_interleaved(even, odd, lanes)):
                 self._values.store(pair * width + at + v * lanes, both)
 
@@ -149,12 +155,27 @@ class PairProducts:
                             score = score * scale
                         self._scratch.scores.store(at, score)
 
-    def weigh(self, m: Expr, key: Expr, weights: Expr) -> None:
-        """Takes the weights of row m of the tile at the keys from `key` of the block on."""
+    def weigh(self, m: Expr, key: Expr, weights: list[Expr]) -> None:
+        """Takes the weights of row m of the tile at the keys from `key` of the block on, in vectors."""
+        lanes = self._lanes
         for group in range(self._groups):
-            factors = self._value_scales.load(group * BLOCK + key, self._lanes)
-            at = (group * self.shape.tile_rows + m) * BLOCK + key
-            self._weights.view("int16").store(at, cast(_rounded(weights, factors), "int16"))
+            rounded = []
+            for v, weight in enumerate(weights):
+                factors = self._value_scales.load(group * BLOCK + key + v * lanes, lanes)
+                rounded.append(_rounded(weight, factors))
+            at = bind((group * self.shape.tile_rows + m) * (BLOCK // 2) + tirx.truncdiv(key, 2))
+            for i, both in enumerate(zip(rounded[::2], rounded[1::2], strict=True)):
+                self._weights.store(at + i * lanes, _paired(*both))
+
+    def _pair_count(self, count: Expr) -> Expr:
+        """Pairs that `count` keys are in: key i of a vector of keys makes one with key i of the next."""
+        full = hold(tirx.truncdiv(count, 2 * self._lanes) * self._lanes)
+        return full + tirx.min(count - full * 2, self._lanes)
+
+    def _pair_rows(self, pair: Expr, count: Expr) -> list[Expr]:
+        """The two keys of a pair; the last one in place of one that isn't there."""
+        first = hold(pair + tirx.truncdiv(pair, self._lanes) * self._lanes)
+        return [first, hold(tirx.min(first + self._lanes, count - 1))]
 
     def add_values(self, head: Head, tile: Tile, key: Expr) -> None:
         """output = output · rescale + gain · Σ weights[key] · value[key]."""
@@ -167,7 +188,7 @@ class PairProducts:
             group = bind(tirx.truncdiv(start, SCALE_GROUP))
             first = bind(group * self.shape.tile_rows)
             sums = zeros("int32", tile.rows, vectors, lanes)
-            with serial(0, tirx.truncdiv(tile.count + 1, 2)) as pair:
+            with serial(0, self._pair_count(tile.count)) as pair:
                 values = [self._pairs(self._values, pair * width + start + v * lanes) for v in range(vectors)]
                 for m in range(tile.rows):
                     self._add_products(sums[m], values, self._weights.load((first + m) * (BLOCK // 2) + pair))
@@ -194,6 +215,12 @@ def _rounded(x: Expr, factor: Expr) -> Expr:
     """x · factor, rounded to an i16 in the low half of each i32 lane; what the high half has is left open."""
     lanes = x.ty.dtype.lanes
     return bind(bits(fma(x, factor, const(SHIFT, "float32", lanes)), f"int32x{lanes}"))
+
+
+def _paired(low: Expr, high: Expr) -> Expr:
+    """The low halves of the i32 lanes of both."""
+    lanes = low.ty.dtype.lanes
+    return (low & const(0xFFFF, "int32", lanes)) | (high << const(16, "int32", lanes))
 
 
 def _interleaved(even: Expr, odd: Expr, lanes: int) -> list[Expr]:

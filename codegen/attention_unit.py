@@ -31,7 +31,7 @@ from zllmc.codegen.tir import (
     serial,
     when,
 )
-from zllmc.codegen.vector_math import exp2, fma, max_lanes, sum_lanes, tanh
+from zllmc.codegen.vector_math import exp2, exp2_short, fma, max_lanes, sum_lanes, tanh
 
 LOG2_E = 1 / math.log(2)
 LOWEST = -3e38  # a running maximum before any key: finite, so that −∞ − LOWEST is −∞ and not NaN
@@ -110,7 +110,10 @@ class Unit:
         lanes, scores = self.shape.lanes, self._scratch.scores
         vectors = min(4, BLOCK // lanes)
         low = bind(self.low.load(i))
+        # low ≤ key < high as one unsigned comparison: key − low < high − low
         seen = bind(cast(broadcast(self.high.load(i) - low, lanes), "uint32"))
+        # Held, else TVM makes one ramp of the sum, which LLVM puts together from scalars.
+        first = hold(broadcast(key - low, lanes)) + tirx.Ramp(const(0, "int32"), const(1, "int32"), lanes)
         peaks = [Register("float32", lanes, const(LOWEST, "float32", lanes)) for _ in range(vectors)]
         with serial(0, BLOCK // (vectors * lanes)) as step:
             for v, peak in enumerate(peaks):
@@ -120,8 +123,7 @@ class Unit:
                     cap = const(self.shape.softcap * LOG2_E, "float32", lanes)
                     score = hold(tanh(score * const(1 / self.shape.softcap, "float32", lanes)) * cap)
                 if masked:
-                    # low ≤ key < high as one unsigned comparison: key − low < high − low
-                    place = cast(broadcast(key - low + at, lanes) + tirx.Ramp(0, 1, lanes), "uint32")
+                    place = cast(first + broadcast(at, lanes), "uint32")
                     score = hold(tirx.Select(place < seen, score, const(-math.inf, "float32", lanes)))
                 if self.shape.softcap or masked:
                     scores.store(m * BLOCK + at, score)
@@ -144,11 +146,13 @@ class Unit:
             peak = bind(broadcast(scratch.peaks.load(m), lanes))
             sums = [Register("float32", lanes, const(0.0, "float32", lanes)) for _ in range(vectors)]
             with serial(0, BLOCK // (vectors * lanes)) as step:
+                key = bind(step * (vectors * lanes))
+                weights = []
                 for v, total in enumerate(sums):
-                    key = bind((step * vectors + v) * lanes)
-                    weight = hold(exp2(scratch.scores.load(m * BLOCK + key, lanes) - peak))
-                    total.set(total.get() + weight)
-                    self._products.weigh(m, key, weight)
+                    score = scratch.scores.load(m * BLOCK + key + v * lanes, lanes)
+                    weights.append(hold((exp2_short if self.shape.pairs else exp2)(score - peak)))
+                    total.set(total.get() + weights[-1])
+                self._products.weigh(m, key, weights)
             rescale, gain = (bind(broadcast(f.load(m), lanes)) for f in (scratch.rescale, scratch.gain))
             total = bind(tree(lambda a, b: a + b, [t.get() for t in sums]) * gain)
             self.sum.store(i * lanes, fma(self.sum.load(i * lanes, lanes), rescale, total))

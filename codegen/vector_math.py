@@ -76,6 +76,22 @@ def exp2(x: Expr) -> Expr:
     return fma(power, polynomial(r, _EXP2) * r, power)
 
 
+# 2ʳ on |r| ≤ 1/2, a minimax fit: relative error below 2⁻¹⁸.
+_EXP2_SHORT = (0.999999261, 0.693121815, 0.240247448, 0.0559178603, 0.00957010179)
+
+
+def exp2_short(x: Expr) -> Expr:
+    """2ˣ for x ≤ 0, within 2⁻¹⁸ of it; 2⁻¹²⁶ below −126 (and so at −∞)."""
+    lanes = lanes_of(x)
+    x = bind(tirx.max(const(-126.0, "float32", lanes), x))  # with the bound first, NaN passes
+    shift = const(_SHIFT - 127, "float32", lanes)  # leaves the exponent alone: 2ʳ has the bias
+    shifted = hold(x + shift)
+    r = bind(x - bind(shifted - shift))
+    fraction = bits(polynomial(r, _EXP2_SHORT), typed("int32", lanes))
+    exponent = bits(shifted, typed("int32", lanes)) << const(23, "int32", lanes)
+    return bits(fraction + exponent, typed("float32", lanes))
+
+
 def tanh(x: Expr) -> Expr:
     """tanh x = (e²ˣ − 1) / (e²ˣ + 1), a few ulp also near 0."""
     lanes = lanes_of(x)
