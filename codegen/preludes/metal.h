@@ -61,21 +61,24 @@ DEVICE_FUNCTION uint2 bytes_to_f16(uint v) {
 DEVICE_FUNCTION void matrix_f16(thread float* c, thread const uint* a, thread const uint* b) {
     simdgroup_half8x8 left, right;
     simdgroup_float8x8 sums;
-    left.thread_elements() = as_type<half2>(a[0]);
-    right.thread_elements() = as_type<half2>(b[0]);
-    sums.thread_elements() = float2(c[0], c[1]);
+    for (int i = 0; i < 2; ++i) {
+        left.thread_elements()[i] = as_type<half2>(a[0])[i];
+        right.thread_elements()[i] = as_type<half2>(b[0])[i];
+        sums.thread_elements()[i] = c[i];
+    }
     simdgroup_multiply_accumulate(sums, left, right, sums);
-    c[0] = sums.thread_elements()[0];
-    c[1] = sums.thread_elements()[1];
+    for (int i = 0; i < 2; ++i) c[i] = sums.thread_elements()[i];
 }
 DEVICE_FUNCTION void matrix_f32(thread float* c, thread const uint* a, thread const uint* b) {
-    simdgroup_float8x8 left, right, sums;
-    left.thread_elements() = float2(as_type<float>(a[0]), as_type<float>(a[1]));
-    right.thread_elements() = float2(as_type<float>(b[0]), as_type<float>(b[1]));
-    sums.thread_elements() = float2(c[0], c[1]);
+    simdgroup_float8x8 left, right;
+    simdgroup_float8x8 sums;
+    for (int i = 0; i < 2; ++i) {
+        left.thread_elements()[i] = as_type<float>(a[i]);
+        right.thread_elements()[i] = as_type<float>(b[i]);
+        sums.thread_elements()[i] = c[i];
+    }
     simdgroup_multiply_accumulate(sums, left, right, sums);
-    c[0] = sums.thread_elements()[0];
-    c[1] = sums.thread_elements()[1];
+    for (int i = 0; i < 2; ++i) c[i] = sums.thread_elements()[i];
 }
 
 // To threadgroup memory; there once `copies_wait` returns, which on CUDA is later.
