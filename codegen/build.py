@@ -1,21 +1,24 @@
 """Builds the kernels of a compilation: from the cache where they are there, else on all processors.
 
 TVM holds the interpreter's lock while it compiles, so kernels are built in parallel by processes
-(`codegen/worker.py`). Each imports TVM for itself, which takes as long as some eight kernels; for a few
-kernels, and where no process can be started, this process builds them.
+(`codegen/worker.py`). Each imports TVM for itself, which takes as long as some eight kernels. This process
+builds kernels only where it has TVM and they are few, or where no process can be started: it can be
+interrupted at any time, but not in the middle of a kernel.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager, suppress
 from queue import SimpleQueue
-from typing import IO
+from typing import IO, Any
 
 from zllmc.codegen.kernel_cache import KernelCache
 from zllmc.targets.cpu import CpuTarget
@@ -64,15 +67,40 @@ def build_kernels(
 
 def _build(jobs: Sequence[Job], processes: int) -> Generator[tuple[Job, bytes]]:
     """The jobs with their objects, as they are done."""
-    count = min(processes, len(jobs) // _JOBS_PER_WORKER)
-    with _started(count if count > 1 else 0) as workers:
+    with _started(_worker_count(len(jobs), processes)) as workers:
         if workers:
             yield from _build_with(workers, jobs)
             return
-    from zllmc.codegen.build_kernel import build_kernel
-
     for call, target in jobs:
-        yield (call, target), build_kernel(call, target)
+        with _uninterrupted():  # an exception of Python's within TVM ends the process
+            from zllmc.codegen.build_kernel import build_kernel
+
+            code = build_kernel(call, target)
+        yield (call, target), code
+
+
+def _worker_count(jobs: int, processes: int) -> int:
+    """How many processes build so many kernels; with 0, this one does."""
+    count = min(processes, jobs // _JOBS_PER_WORKER)
+    if count < 2:
+        return 0 if "tvm" in sys.modules else 1
+    return count
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Inside, Ctrl-C is put off until the end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *arguments: came.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came and callable(before):
+        before(*came[0])
 
 
 def _build_with(
@@ -128,7 +156,8 @@ def _started(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     try:
         with suppress(OSError):
             while len(workers) < count:
-                workers.append(_start())
+                with _uninterrupted():
+                    workers.append(_start())
         yield workers
     finally:
         for worker in workers:

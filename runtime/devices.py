@@ -1,4 +1,4 @@
-"""Opens the device that an artifact runs on."""
+"""Opens the device that an artifact runs on. Only that device's driver is imported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from zllmc.runtime.artifact import GPU_SUFFIXES, Artifact
-from zllmc.runtime.cpu import CpuDevice
 from zllmc.runtime.device import Device
 from zllmc.zllm_ir.errors import ZllmcError
 
@@ -27,6 +26,8 @@ def open_device(artifact: Artifact, threads: int | None, mode: Mode | None) -> A
             raise ZllmcError(
                 f"--device {mode} is for GPUs; this was compiled for {artifact.manifest.target}."
             )
+        from zllmc.runtime.cpu import CpuDevice
+
         return CpuDevice(artifact.objects, threads)
     suffix, loaded = GPU_SUFFIXES[gpu.dialect]
     if mode == "emulate":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zllmc.runtime.artifact import Manifest, open_artifact
-from zllmc.runtime.chat_template import ChatTemplate
 from zllmc.runtime.devices import Mode, open_device
 from zllmc.runtime.text import Tokenizer
 from zllmc.zllm_ir.errors import ZllmcError
@@ -27,6 +27,7 @@ from zllmc.zllm_ir.plan import (
 )
 
 if TYPE_CHECKING:
+    from zllmc.runtime.chat_template import ChatTemplate
     from zllmc.runtime.greedy_rounds import GreedyRounds
 
 Logits = NDArray[np.float32]
@@ -112,14 +113,20 @@ class Engine:
         self.manifest: Manifest = artifact.manifest
         self.context = artifact.manifest.context
         self.device = open_device(artifact, threads, device)
+        reader = ThreadPoolExecutor(1)
+        weights = reader.submit(self.device.load, artifact.weights)  # while this thread reads the texts
+        reader.shutdown(wait=False)
         self._tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
         if artifact.tokenizer is not None:
             json, facts = artifact.tokenizer
-            self._tokenizer = Tokenizer.from_json(json, facts)
             if artifact.chat_template is not None:
+                # First: importing leaves the interpreter to the reader, the tokenizer's library keeps it.
+                from zllmc.runtime.chat_template import ChatTemplate
+
                 bos, eos = facts["bos_token"], facts["eos_token"]
                 self.chat_template = ChatTemplate(artifact.chat_template, bos, eos)
+            self._tokenizer = Tokenizer.from_json(json, facts)
 
         plan = artifact.plan
         self._entries = {entry.name: entry for entry in plan.entries}
@@ -132,7 +139,7 @@ class Engine:
             if buffer.kind == "state":
                 return states[number]
             if buffer.kind == "weights":
-                return self.device.load(artifact.weights)
+                return weights.result()
             return self.device.allocate(max(buffer.bytes, 1))
 
         self._buffers = [memory_of(number, buffer) for number, buffer in enumerate(plan.buffers)]

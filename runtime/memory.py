@@ -71,7 +71,8 @@ def map_file(path: Path, *, copy: bool = False, threads: int = 4) -> Memory:
             return Memory(np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8))
     memory = allocate(size, huge=True)
     target = memory.view(np.uint8, (size,))
-    chunk = 64 << 20
+    # Each reader has one part, of whole huge pages: it needs the interpreter once, which others keep busy.
+    chunk = -(-size // threads // _HUGE_PAGE) * _HUGE_PAGE
 
     def read(start: int) -> None:
         part = target.data[start : start + chunk]

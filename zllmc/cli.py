@@ -37,6 +37,8 @@ INTERRUPTED = 130  # as shells have it
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits: 2 for errors that the user can do something about."""
     atexit.register(gc.freeze)  # else the interpreter looks for garbage in all that goes away with it
+    gc.set_threshold(100_000)  # … and again and again in vocabularies and graphs, where there is hardly any
+    sys.setswitchinterval(0.001)  # threads that pack and hash need the interpreter often, and for an instant
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # text that the terminal's encoding can't say is no error
             stream.reconfigure(errors="replace")

@@ -70,12 +70,12 @@ def compile_model(
     if max_batch < 1:
         raise ZllmcError(f"max_batch is {max_batch}; it must be 1 or more")
     device = targets.parse(target)
-    source = load_model(model, context=context or DEFAULT_CONTEXT, kv=kv)
-    if context is None and source.facts.trained_context < DEFAULT_CONTEXT:
-        context = source.facts.trained_context
-        source = load_model(model, context=context, kv=kv)
-    capacity = -(-(context or DEFAULT_CONTEXT) // KEY_BLOCK) * KEY_BLOCK
-    with _describing(source.path) as described, ThreadPoolExecutor(1) as other:
+    with _describing(Path(model)) as described, _thread() as other:
+        source = load_model(model, context=context or DEFAULT_CONTEXT, kv=kv)
+        if context is None and source.facts.trained_context < DEFAULT_CONTEXT:
+            context = source.facts.trained_context
+            source = load_model(model, context=context, kv=kv)
+        capacity = -(-(context or DEFAULT_CONTEXT) // KEY_BLOCK) * KEY_BLOCK
         graphs = lower_entries(
             source.graph,
             context=capacity,
@@ -87,7 +87,6 @@ def compile_model(
         calls = kernel_calls(graphs.values())
         stored = stored_weights(graphs.values())
         offsets, weights_bytes = place_weights(source, stored, device)
-        plan = make_plan(graphs, offsets)
 
         kernels: dict[str, Job] = {symbol: (call, device) for symbol, call in calls.items()}
         if isinstance(device, CpuTarget):
@@ -95,7 +94,9 @@ def compile_model(
         packing = pack_jobs(stored, device)
 
         with _atomic_folder(Path(output)) as folder:
-            texts = other.submit(_texts, source)  # while this thread waits for others that pack
+            # While this thread waits for others that pack.
+            texts = other.submit(_texts, source)
+            planned = other.submit(make_plan, graphs, offsets)
             objects = build_kernels(
                 [*packing.values(), *kernels.values()],
                 KernelCache(kernel_cache),
@@ -108,12 +109,13 @@ def compile_model(
             if isinstance(device, CpuTarget):
                 for name, code in built.items():
                     (folder / "kernels" / f"{name}.o").write_bytes(code)
-            else:
-                plan = _write_gpu_kernels(folder / "kernels", built, plan, device)
             packers = load_packers(packing, objects)
             write_weights(
                 folder / "weights.bin", source, stored, offsets, weights_bytes, device, packers, progress
             )
+            plan = planned.result()
+            if isinstance(device, GpuTarget):
+                plan = _write_gpu_kernels(folder / "kernels", built, plan, device)
             (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
             tokenizer, template = texts.result()
             if tokenizer is not None:
@@ -129,6 +131,16 @@ def compile_model(
                 msgspec.json.format(msgspec.json.encode(manifest), indent=2)
             )
     return Path(output)
+
+
+@contextmanager
+def _thread() -> Iterator[ThreadPoolExecutor]:
+    """For work beside this thread's. Whoever leaves early waits for no more than what is being done."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _texts(model: Model) -> tuple[TokenizerBundle | None, str | None]:
@@ -275,7 +287,7 @@ def _manifest(
 def _describing(path: Path) -> Iterator[Future[Source]]:
     """Digests the model's files in the background. Whoever leaves early does not wait for it."""
     left = Event()
-    with ThreadPoolExecutor(1) as thread:
+    with _thread() as thread:
         try:
             yield thread.submit(_source, path, left)
         finally:
@@ -284,10 +296,11 @@ def _describing(path: Path) -> Iterator[Future[Source]]:
 
 def _source(path: Path, left: Event) -> Source:
     """Name, size and digest of the model's file, or of all files of a folder in order."""
-    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    found = path.iterdir() if path.is_dir() else [path]
+    files = sorted(file for file in found if file.is_file())  # to open a pipe would wait for its writer
     digest = hashlib.sha256()
     # Large blocks: between them, this thread needs the interpreter, where others are busy.
-    block = memoryview(bytearray(1 << 24))
+    block = memoryview(bytearray(1 << 25))
     for file in files:
         with file.open("rb", buffering=0) as stream:
             while not left.is_set() and (count := stream.readinto(block)):

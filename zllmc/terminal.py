@@ -20,19 +20,17 @@ if TYPE_CHECKING:
 def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     """A progress callback for compiling: a bar for each stage, on stderr if that is a terminal.
 
-    Ctrl-C raises KeyboardInterrupt in the callback only: anywhere else it could hit TVM, which crashes.
+    The first Ctrl-C raises KeyboardInterrupt, others are ignored: they would interrupt what clears away.
     """
-    with interruptible() as stop, ExitStack() as stack:
-        show = _bars(stack) if sys.stderr.isatty() else lambda stage, done, total: None
 
-        def report(stage: str, done: int, total: int) -> None:
-            if stop.is_set():
-                raise KeyboardInterrupt
-            show(stage, done, total)
+    def on_interrupt(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
 
-        yield report
-        if stop.is_set():
-            raise KeyboardInterrupt
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, on_interrupt))
+        yield _bars(stack) if sys.stderr.isatty() else lambda stage, done, total: None
 
 
 def _bars(stack: ExitStack) -> Callable[[str, int, int], None]:

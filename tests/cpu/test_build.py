@@ -23,6 +23,7 @@ JOBS = [(EXECUTOR, TARGET), *((pack_call(format, 8), TARGET) for format in ("F32
 
 
 build_kernels = partial(build.build_kernels, processes=2)
+worker_count = build._worker_count  # before the tests' own takes its place
 
 
 def silent(done: int, total: int) -> None:
@@ -34,6 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     """The workers that a test has started; there are two for two jobs or more."""
     workers: list[subprocess.Popen[bytes]] = []
     start = build._start
+    monkeypatch.setattr(build, "_worker_count", worker_count)
     monkeypatch.setattr(build, "_JOBS_PER_WORKER", 1)
     monkeypatch.setattr(build, "_start", lambda: workers.append(start()) or workers[-1])
     return workers
@@ -171,6 +173,33 @@ def test_an_interruption_ends_the_workers(
         build_kernels(JOBS, KernelCache(None), interrupt)
     assert len(started) == 2
     assert all(worker.returncode is not None for worker in started)
+
+
+def test_a_process_without_tvm_leaves_even_one_kernel_to_a_worker(
+    started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "tvm", raising=False)
+    monkeypatch.setattr(subprocess, "Popen", worker_that_runs(ANSWERS))
+    assert build_kernels(JOBS[:1], KernelCache(None), silent) == {JOBS[0]: b"object"}
+    assert len(started) == 1
+
+
+def test_ctrl_c_waits_for_the_kernel_that_this_process_builds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    built: list[str] = []
+
+    def build_one(call: KernelCall, target: Any) -> bytes:
+        signal.raise_signal(signal.SIGINT)
+        built.append(call.op)
+        return b"object"
+
+    monkeypatch.setattr("zllmc.codegen.build_kernel.build_kernel", build_one)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        build_kernels(JOBS, KernelCache(tmp_path), silent)
+    assert built == ["executor"]
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 KILLED = """

@@ -7,6 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -98,21 +101,49 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert child.returncode == 1
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_an_interrupted_compile_leaves_nothing_that_loads(
-    gguf: pathlib.Path, tmp_path: pathlib.Path, number: signal.Signals, code: int
-) -> None:
-    output = tmp_path / "out.zllm"
-    environment = {**os.environ, "ZLLMC_CACHE": str(tmp_path / "cold")}
-    command = [*COMMAND, "compile", str(gguf), "-o", str(output)]
+@contextmanager
+def cold_compile(gguf: pathlib.Path, folder: pathlib.Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A compilation of kernels, which takes seconds, into `folder`/out.zllm."""
+    environment = {**os.environ, "ZLLMC_CACHE": str(folder / "cold")}
+    command = [*COMMAND, "compile", str(gguf), "-o", str(folder / "out.zllm")]
     child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for(lambda: child.poll() is None and list(folder.glob(".out.zllm-*")))
+    yield child
+    assert not (folder / "out.zllm").exists()
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
     end = time.monotonic() + 60
-    while not list(tmp_path.glob(".out.zllm-*")):  # there while kernels are built, which takes seconds
-        assert child.poll() is None and time.monotonic() < end
+    while not condition():
+        assert time.monotonic() < end
         time.sleep(0.01)
-    child.send_signal(number)
-    _, err = child.communicate(timeout=60)
-    assert child.returncode == code and b"Traceback" not in err
-    assert not output.exists()
-    left = [path.name for path in tmp_path.iterdir() if path.name != "cold"]
-    assert left == [] or number == signal.SIGKILL
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def test_ctrl_c_ends_a_compile_at_once_and_leaves_nothing(gguf: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with cold_compile(gguf, tmp_path) as child:
+        wait_for(lambda: children(child.pid))
+        for worker in (workers := children(child.pid)):
+            os.kill(worker, signal.SIGSTOP)  # it will never answer
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=60)
+    assert (child.returncode, err.strip()) == (130, b"zllmc: interrupted")
+    assert not any(pathlib.Path("/proc", str(worker)).exists() for worker in workers)
+    assert os.listdir(tmp_path) in ([], ["cold"])
+    assert not list(tmp_path.glob("cold/kernels/tmp*"))
+
+
+def test_a_killed_compile_leaves_nothing_that_loads(gguf: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with cold_compile(gguf, tmp_path) as child:
+        child.kill()
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == -signal.SIGKILL and b"Traceback" not in err
