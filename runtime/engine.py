@@ -252,8 +252,8 @@ class Engine:
         return self._rounds is rounds
 
     def go_on(self, count: int) -> Callable[[], NDArray[np.int32]]:
-        """Begin `count` rounds; what waits for them and gives the tokens chosen (CHOSEN,), each at its round's
-        position modulo CHOSEN. So many may be begun and not read. Called by GreedyRounds."""
+        """Begin `count` rounds; what waits for them and gives the tokens chosen (CHOSEN,), each at its
+        round's position modulo CHOSEN. So many may be begun and not read. Called by GreedyRounds."""
         for _ in range(count):
             self.recordings["decode"].replay()
         buffer = self._buffers[self._numbers["chosen"]]

@@ -26,7 +26,7 @@ class Value:
     """A named SSA value: the graph's input, a weight, a state, or one output of a node."""
 
     name: str
-    type: Type
+    type: Type = field(hash=False)  # passes look values up by the thousand, and names tell them apart
 
     @property
     def shape(self) -> tuple[Any, ...]:
