@@ -22,10 +22,10 @@ from zllmc.zllm_ir.plan import CHOSEN
 if TYPE_CHECKING:
     from zllmc.runtime.engine import Engine, Session
 
-CHUNKS = 2  # in flight: the device has work while the host looks at the tokens of the first
+CHUNKS = 2  # begun when the host waits for the first of them: the device has work until it comes again
 LONGEST = 8  # rounds of a chunk
-# Seconds that the host is kept by a chunk. Reading after each round would slow down a fast device, and a user
-# would see a slow one stutter: shorter chunks are made longer, and longer ones shorter.
+# Seconds that a chunk takes the host, which begins it and waits for the one before. To read after each round
+# would slow down a fast device, and a user would see a slow one stutter: short chunks grow, long ones shrink.
 SHORT, LONG = 0.005, 0.02
 
 
@@ -44,31 +44,19 @@ class GreedyRounds:
         self._expected = (-1, -1)  # changes of the session, and the token that it gets
         self._next = 0  # position of the next round
         self._size = 1  # rounds of the next chunk
-        self._seconds = 0.0  # that the host was kept since it read the last
         # The positions of the rounds in flight, and what gives their tokens.
         self._chunks: deque[tuple[range, Callable[[], NDArray[np.int32]]]] = deque()
         self._tokens: deque[int] = deque()  # that were read and not given
 
     def step(self, id: int) -> int:
-        """Append one token; the one with the largest logit after it. Raises SamplingError if no logit is one,
-        and ContextFull."""
-        begin = perf_counter()
-        session, engine = self._session, self._engine
+        """Append one token; the likeliest after it. Raises ContextFull, and SamplingError where logits aren't
+        finite."""
+        session = self._session
         if (session.changes, id) != self._expected:
             self._chunks.clear()
             self._tokens.clear()
-        if not self._chunks and not self._tokens:
-            engine.start_rounds(self, session, id)
-            self._next = len(session.tokens)
-            self._begin_chunk()
-        while engine.goes_on(self) and len(self._chunks) < CHUNKS and self._next < self._end:
-            self._begin_chunk()
-        if self._tokens:
-            self._seconds += perf_counter() - begin
-        else:
-            self._read_chunk()
-            self._resize(self._seconds + perf_counter() - begin)
-            self._seconds = 0.0
+        if not self._tokens:
+            self._read_next(id)
         session.tokens.append(id)
         token = self._tokens.popleft()
         self._expected = session.changes, token
@@ -81,6 +69,22 @@ class GreedyRounds:
         while self._chunks:
             self._read_chunk()
 
+    def _read_next(self, id: int) -> None:
+        """Read the tokens of the next chunk, with another one begun behind it."""
+        begin = perf_counter()
+        if not self._chunks:
+            self._engine.start_rounds(self, self._session, id)
+            self._next = len(self._session.tokens)
+            self._begin_chunk()
+        while self._engine.goes_on(self) and len(self._chunks) < CHUNKS and self._next < self._end:
+            self._begin_chunk()
+        self._read_chunk()
+        seconds = perf_counter() - begin
+        if seconds < SHORT:
+            self._size = min(2 * self._size, LONGEST)
+        elif seconds > LONG:
+            self._size = max(self._size // 2, 1)
+
     def _begin_chunk(self) -> None:
         count = max(min(self._size, self._end - self._next), 1)
         self._chunks.append((range(self._next, self._next + count), self._engine.go_on(count)))
@@ -90,9 +94,3 @@ class GreedyRounds:
         positions, read = self._chunks.popleft()
         chosen = read()
         self._tokens.extend(int(chosen[position % CHOSEN]) for position in positions)
-
-    def _resize(self, seconds: float) -> None:
-        if seconds < SHORT:
-            self._size = min(2 * self._size, LONGEST)
-        elif seconds > LONG:
-            self._size = max(self._size // 2, 1)
