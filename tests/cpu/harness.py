@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tvm
 from tvm.target import Target
 
 from emulation import emulated, emulation
+from zllmc.codegen.build_object import compile_module
 from zllmc.targets.cpu import TARGETS, CpuTarget, host_architecture, host_flags
 from zllmc.zllm_ir.fused_ops import GROUP
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
@@ -56,7 +56,7 @@ def random(*shape: int) -> np.ndarray:
 def compiled(family: Family, call: KernelCall, target: CpuTarget) -> Any:
     with emulation(target):
         function = family(call, target, "kernel")
-    return tvm.compile(tvm.IRModule({"kernel": function}), target=Target(target.llvm)).mod
+    return compile_module({"kernel": function}, Target(target.llvm))
 
 
 def assembly(family: Family, call: KernelCall, target: CpuTarget) -> str:

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tvm
 from tvm.target import Target
 
 from harness import NATIVE, Guarded
+from zllmc.codegen.build_object import compile_module
 from zllmc.codegen.pack_kernel import pack
 from zllmc.codegen.packing import PackedLayout, pack_call, pack_rows
 from zllmc.zllm_ir.formats import FORMATS, row_bytes
@@ -26,7 +26,7 @@ def test_the_kernel_packs_what_numpy_does(format: str) -> None:
     """Not optimised: that would take three times as long. What is, packs the models of other tests."""
     functions = {f"lanes{n}": pack(pack_call(format, n), NATIVE[-1], f"lanes{n}") for n in LANES}
     target = Target({**NATIVE[-1].llvm, "opt-level": 0})
-    module = tvm.compile(tvm.IRModule(functions), target=target).mod
+    module = compile_module(functions, target)
     for lanes in LANES:
         for blocks, threads in ((1, 1), (3, 1), (2, 3)):
             check(module[f"lanes{lanes}"], format, lanes, blocks, threads)
