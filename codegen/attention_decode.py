@@ -144,13 +144,13 @@ class _Parts:
 
     def merged(self, element: Expr, count: int) -> list[Expr]:
         """`count` elements of the selected head's output from `element` on, as vectors."""
-        lanes = self._lanes
-        sums = [Register("float32", lanes, const(0.0, "float32", lanes)) for _ in range(0, count, lanes)]
+        places = pieces(count, self._lanes)
+        sums = [Register("float32", n, const(0.0, "float32", n)) for _, n in places]
         with serial(0, self.splits) as p:
-            weight = bind(broadcast(self._weights.load(p), lanes))
+            weight = bind(self._weights.load(p))
             at = bind(self._at + p * self.head_dim + element)
-            for i, s in enumerate(sums):
-                s.set(fma(weight, self._memory.load(at + i * lanes, lanes), s.get()))
+            for (i, n), s in zip(places, sums, strict=True):
+                s.set(fma(broadcast(weight, n), self._memory.load(at + i, n), s.get()))
         return [s.get() for s in sums]
 
 
@@ -164,8 +164,10 @@ def attention_merge(call: KernelCall, target: VectorTarget, name: str) -> Any:
         with serial(begin, end) as head:
             parts.select(head)
             with serial(0, parts.head_dim // step) as c:
-                for i, merged in enumerate(parts.merged(c * step, step)):
-                    out.store(head * parts.head_dim + c * step + i * target.lanes, merged)
+                for (i, _), merged in zip(
+                    pieces(step, target.lanes), parts.merged(c * step, step), strict=True
+                ):
+                    out.store(head * parts.head_dim + c * step + i, merged)
     return k.function
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from zllmc.codegen import (
-    attention,
     attention_decode,
+    attention_gpu,
+    attention_tile,
     choice,
     elementwise,
     embedding,
@@ -29,7 +30,7 @@ from zllmc.targets.gpu import LANES, GpuTarget
 from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.gpu_kernel import GpuKernel
-from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, KVOperand, Operand, symbol
+from zllmc.zllm_ir.kernel_graph import KernelCall, KVOperand, Operand, symbol
 
 MAX_TOKENS = 512  # that the grid of a pass over several tokens is made for; more make the units do more
 MAX_UNITS = 8  # vector units of a block
@@ -62,14 +63,12 @@ class Cut:
 
 
 _UNIT = VectorUnit()
-_ATTENTION = replace(_UNIT, lanes=KEY_BLOCK)  # whose vectors are scores of a block of keys
 
 # An op's kernel family is the function of the op's name in its module, as on the CPU.
 FAMILIES: dict[str, tuple[Callable[[KernelCall, VectorTarget, str], Any], VectorUnit]] = {
     op: (getattr(module, op), unit)
     for module, unit, ops in (
-        (attention, _ATTENTION, ("attention_rows",)),
-        (attention_decode, _ATTENTION, ("attention_partial", "attention_merge", "attention_merge_quantize")),
+        (attention_decode, _UNIT, ("attention_merge", "attention_merge_quantize")),
         (choice, _UNIT, ("choose", "top_k_partial")),
         (elementwise, _UNIT, ("activation", "add", "glu", "glu_quantize", "scale", "select_rows", "softcap")),
         (embedding, _UNIT, ("embedding",)),
@@ -79,6 +78,7 @@ FAMILIES: dict[str, tuple[Callable[[KernelCall, VectorTarget, str], Any], Vector
     for op in ops
 }
 _OF_ONE_TOKEN = ("top_k_partial",)  # whose results' rows are parts of it
+ATTENTION = {f.__name__: f for f in (attention_gpu.attention_rows, attention_gpu.attention_partial)}
 NORMS = {f.__name__: f for f in (norm.layer_norm, norm.norm_add, norm.rms_norm, norm.rms_norm_quantize)}
 
 
@@ -117,8 +117,10 @@ def kernel_cut(call: KernelCall, target: GpuTarget) -> Cut:
         return _linear(call, target)
     if call.op in NORMS:
         return _norm(call, target)
+    if call.op in ATTENTION:
+        return _attention(call, target)
     if call.op not in FAMILIES:
-        known = ", ".join(sorted([*FAMILIES, *NORMS, "linear"]))
+        known = ", ".join(sorted([*FAMILIES, *NORMS, *ATTENTION, "linear"]))
         raise ZllmcError(f"no GPU kernel for op {call.op!r}; there are kernels for {known}")
     family, unit = FAMILIES[call.op]
     function = family(call, unit, symbol(call))
@@ -183,6 +185,19 @@ def _norm(call: KernelCall, target: GpuTarget) -> Cut:
         blocks = -(-width // (LANES * units)) if x.single_row else MAX_TOKENS
     most = RESIDENT_UNITS * target.product.multiprocessors // units
     return Cut(function, min(blocks, most), units)
+
+
+def _attention(call: KernelCall, target: GpuTarget) -> Cut:
+    """A block for each part of a kv head's keys, or for each tile of query rows of MAX_TOKENS tokens."""
+    shape = attention_tile.attention_shape(call, target)
+    kv_heads = shape.cache.type.kv_heads
+    if shape.shared:
+        tokens = 1 if shape.q.single_row else MAX_TOKENS
+        blocks = kv_heads * -(-tokens * shape.group // (shape.units * shape.rows))
+    else:
+        blocks = kv_heads * -(-shape.group // shape.rows) * int(call.attributes["splits"])
+    most = RESIDENT_UNITS * target.product.multiprocessors // shape.units
+    return Cut(ATTENTION[call.op](call, shape, symbol(call)), min(blocks, most), shape.units, shape.resident)
 
 
 def _linear(call: KernelCall, target: GpuTarget) -> Cut:
