@@ -54,16 +54,6 @@ HELPERS = {
     "  const uint4 v = load16(({device}const unsigned char*)from);\n"
     "  to[0] = as_float(v.x);\n  to[1] = as_float(v.y);\n"
     "  to[2] = as_float(v.z);\n  to[3] = as_float(v.w);\n}}",
-    # Four bytes of a table of 16, each picked by the low four bits of a byte of `index`.
-    "lookup16": "{function}unsigned lookup16(\n"
-    "    unsigned index, unsigned a, unsigned b, unsigned c, unsigned d) {{\n"
-    "  unsigned result = 0u;\n"
-    "  for (int i = 0; i < 32; i += 8) {{\n"
-    "    const unsigned k = index >> i & 15u;\n"
-    "    const unsigned word = k & 8u ? (k & 4u ? d : c) : (k & 4u ? b : a);\n"
-    "    result |= (word >> 8 * (k & 3u) & 0xffu) << i;\n"
-    "  }}\n"
-    "  return result;\n}}",
 }
 
 

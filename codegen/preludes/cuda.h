@@ -34,6 +34,14 @@ DEVICE_FUNCTION float unit_max(float v) {
 // c + the four products of the signed bytes of a and b
 DEVICE_FUNCTION int dot4(int a, int b, int c) { return __dp4a(a, b, c); }
 
+// Four bytes of a table of 16, each picked by the low four bits of a byte of `index`.
+DEVICE_FUNCTION unsigned lookup16(unsigned index, unsigned a, unsigned b, unsigned c, unsigned d) {
+    const unsigned low = index & 0x07070707u, places = __byte_perm(low | low >> 4, 0, 0x4420);  // a nibble each
+    unsigned upper;  // 0xff where the bit above is set: copies of signs
+    asm("prmt.b32 %0, %1, 0, 0xba98;" : "=r"(upper) : "r"(index << 4));
+    return (__byte_perm(a, b, places) & ~upper) | (__byte_perm(c, d, places) & upper);
+}
+
 // C += A × B by the target's matrix instruction; targets.cuda says which element each 32-bit register holds.
 DEVICE_FUNCTION void matrix_s8(int* c, const unsigned* a, const unsigned* b) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

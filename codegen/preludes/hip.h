@@ -56,6 +56,13 @@ DEVICE_FUNCTION int dot4(int a, int b, int c) {
 #endif
 }
 
+// Four bytes of a table of 16, each picked by the low four bits of a byte of `index`.
+DEVICE_FUNCTION unsigned lookup16(unsigned index, unsigned a, unsigned b, unsigned c, unsigned d) {
+    const unsigned low = index & 0x07070707u, bit = index & 0x08080808u;
+    const unsigned upper = (bit << 5) - (bit >> 3);  // 0xff where the bit is set
+    return (__builtin_amdgcn_perm(b, a, low) & ~upper) | (__builtin_amdgcn_perm(d, c, low) & upper);
+}
+
 // C += A × B by the target's matrix instruction, where it has one; targets.rocm says which element each 32-bit
 // register holds.
 template <class T, int elements> struct Vector {

@@ -28,6 +28,17 @@ DEVICE_FUNCTION int dot4(int a, int b, int c) {
     return c + products.x + products.y + products.z + products.w;
 }
 
+// Four bytes of a table of 16, each picked by the low four bits of a byte of `index`.
+DEVICE_FUNCTION uint lookup16(uint index, uint a, uint b, uint c, uint d) {
+    uint result = 0;
+    for (int i = 0; i < 32; i += 8) {
+        const uint k = index >> i & 15u;
+        const uint word = k & 8u ? (k & 4u ? d : c) : (k & 4u ? b : a);
+        result |= (word >> 8 * (k & 3u) & 0xffu) << i;
+    }
+    return result;
+}
+
 DEVICE_FUNCTION float as_float(uint v) { return as_type<float>(v); }
 DEVICE_FUNCTION uint as_uint(float v) { return as_type<uint>(v); }
 DEVICE_FUNCTION int as_int(uint v) { return int(v); }

@@ -109,6 +109,16 @@ inline int dot4(int a, int b, int c) {
   return c;
 }
 
+inline unsigned lookup16(unsigned index, unsigned a, unsigned b, unsigned c, unsigned d) {
+  unsigned result = 0;
+  for (int i = 0; i < 32; i += 8) {
+    const unsigned k = index >> i & 15u;
+    const unsigned word = k & 8u ? (k & 4u ? d : c) : (k & 4u ? b : a);
+    result |= (word >> 8 * (k & 3u) & 0xffu) << i;
+  }
+  return result;
+}
+
 inline float fexp(float x) { return __builtin_expf(x); }
 inline float flog(float x) { return __builtin_logf(x); }
 inline float fsqrt(float x) { return __builtin_sqrtf(x); }

@@ -1,4 +1,4 @@
-"""The HIP prelude's float functions, run on the CPU with stand-ins for the GPU's own instructions."""
+"""The HIP prelude's arithmetic, run on the CPU with stand-ins for the GPU's own instructions."""
 
 import ctypes
 import os
@@ -23,12 +23,22 @@ STAND_INS = """
 #define __builtin_amdgcn_permlanex16(...) 0
 #define __builtin_amdgcn_mbcnt_lo(...) 0u
 #define __builtin_amdgcn_mbcnt_hi(...) 0u
+static unsigned perm(unsigned high, unsigned low, unsigned places) {  // v_perm_b32, of places below 8
+    unsigned result = 0;
+    for (int i = 0; i < 32; i += 8) {
+        const unsigned place = places >> i & 0xff;
+        result |= ((place < 4 ? low : high) >> 8 * (place & 3) & 0xff) << i;
+    }
+    return result;
+}
+#define __builtin_amdgcn_perm perm
 """
 CALL = """
 extern "C" void {name}(long n, const float* x, const float* y, float* r) {{
     for (long i = 0; i < n; i++) r[i] = {expression};
 }}
 """
+LOOKUP = "as_float(lookup16(as_uint(x[i]), 0x81c0a190u, 0xe1f1b1d1u, 0x3cb7e6fdu, 0x34719cb6u))"
 UNARY = ("fsin", "fcos", "ftanh", "frsqrt")
 
 Function = Callable[..., np.ndarray]
@@ -41,6 +51,7 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Function]:
     folder = tmp_path_factory.mktemp("math")
     calls = [CALL.format(name=f"call_{name}", expression=f"{name}(x[i])") for name in UNARY]
     calls.append(CALL.format(name="call_fpow", expression="fpow(x[i], y[i])"))
+    calls.append(CALL.format(name="call_lookup16", expression=LOOKUP))
     (folder / "math.cpp").write_text(STAND_INS + prelude("hip") + "".join(calls))
     command = [sys.executable, "-m", "ziglang", "c++", "-O2", "-w", "-shared", "-fPIC", "-nostdlib"]
     subprocess.run([*command, "-o", "math.so", "math.cpp"], cwd=folder, check=True, timeout=300)
@@ -55,7 +66,7 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Function]:
 
         return call
 
-    return {name: function(name) for name in (*UNARY, "fpow")}
+    return {name: function(name) for name in (*UNARY, "fpow", "lookup16")}
 
 
 def error_in_ulp(value: np.ndarray, exact: np.ndarray) -> float:
@@ -105,3 +116,11 @@ def test_powers_are_precise_and_follow_the_c_standard(functions: dict[str, Funct
     np.testing.assert_allclose(functions["fpow"](x, y), exact, rtol=1e-6)
     zeros = exact == 0
     assert (np.signbit(functions["fpow"](x, y)) == np.signbit(exact))[zeros].all()
+
+
+def test_table_look_ups_pick_bytes_by_their_low_four_bits(functions):
+    table = np.array([0x81C0A190, 0xE1F1B1D1, 0x3CB7E6FD, 0x34719CB6], np.uint32).view(np.uint8)
+    index = np.arange(256, dtype=np.uint8).repeat(4)
+    index[1::2] = index[::-2]
+    found = functions["lookup16"](index.view(np.float32)).view(np.uint8)
+    np.testing.assert_array_equal(found, table[index & 15])

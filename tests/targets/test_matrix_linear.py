@@ -93,7 +93,7 @@ COMPILED = [
     ("cuda:sm_120", "F16", "HMMA.16816.F32 ", 16),
     ("rocm:gfx1100", "Q2_K", "v_wmma_i32_16x16x16_iu8", 8),
     ("rocm:gfx1100", "F16", "v_wmma_f32_16x16x16_f16", 8),
-    ("rocm:gfx1201", "Q6_K", "v_wmma_i32_16x16x16_iu8", 8),
+    ("rocm:gfx1201", "IQ4_XS", "v_wmma_i32_16x16x16_iu8", 8),
     ("rocm:gfx1201", "BF16", "v_wmma_f32_16x16x16_bf16", 8),
     ("rocm:gfx942", "Q6_K", "v_mfma_i32_16x16x32_i8", 8),
     ("rocm:gfx942", "F16", "v_mfma_f32_16x16x16_f16", 8),
