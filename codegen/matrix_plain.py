@@ -165,10 +165,15 @@ class PlainTiles:
                     call("store_words", block.address(odd, first, chunk), *words)
                     continue
                 pairs = list(zip(words[::2], words[1::2], strict=True))
-                lower = [a & low | b << half for a, b in pairs]
-                upper = [a >> half | b & const(0xFFFF0000, "uint32", lanes) for a, b in pairs]
-                for i, row_words in enumerate((lower, upper)):
-                    call("store_words", block.address(odd, first + block.const(i), chunk), *row_words)
+                lower = [bind(a & low | b << half) for a, b in pairs]
+                upper = [bind(a >> half | b & const(0xFFFF0000, "uint32", lanes)) for a, b in pairs]
+                # Every other four lanes begin with the upper row: even rows alone would use half the banks.
+                turned = bind(rows // block.const(4) % block.const(2))
+                for i in range(2):
+                    is_lower = turned == block.const(i)
+                    words = [tirx.Select(is_lower, *pair) for pair in zip(lower, upper, strict=True)]
+                    row = first + (turned ^ block.const(i))
+                    call("store_words", block.address(odd, row, chunk), *words)
 
     # -- products ------------------------------------------------------------------------------------------
 
