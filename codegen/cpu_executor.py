@@ -24,11 +24,14 @@ it lets the others go. What is written at other times lies at least a line pair 
 Recording:
 
     0   i64 launches
-    8   ptr launch table    24 bytes each: ptr function object, i32 first argument, i32 arguments,
-                            i32 barrier after it, i32 unused
+    8   ptr launch table    32 bytes each: ptr function object, i32 first argument, i32 arguments,
+                            i32 barrier after it, i32 pieces, i32 pieces taken, i32 unused
     16  ptr arguments       TVMFFIAny (16 bytes) each, one row per thread because the thread's number is in it
     24  i64 row bytes
     32  ptr timestamps      null, or launches + 1 nanosecond stamps that thread 0 writes around each launch
+
+A launch without pieces is called once by each thread, with its number. One that has pieces is called once for
+each of them: a thread takes the next one that is left, so that a slow or interrupted thread takes fewer.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from pathlib import Path
 import tvm
 from tvm.target import Target
 
-LAYOUT = 1
+LAYOUT = 2
 
 # Waiting is one routine: spin on a word until it changes, then sleep on it (futex). A waiter counts itself as
 # a sleeper before it looks at the word for the last time, and whoever changes the word looks at the count
@@ -168,6 +171,27 @@ done:
   ret void
 }}
 
+; All pieces of all launches are there to be taken again. No worker is in a pass.
+define internal void @give_back(ptr %recording) {{
+entry:
+  %launches = load i64, ptr %recording
+  %table.at = getelementptr i8, ptr %recording, i64 8
+  %table = load ptr, ptr %table.at
+  br label %head
+head:
+  %launch = phi i64 [ 0, %entry ], [ %next, %body ]
+  %end = icmp uge i64 %launch, %launches
+  br i1 %end, label %done, label %body
+body:
+  %record = getelementptr [32 x i8], ptr %table, i64 %launch
+  %taken.at = getelementptr i8, ptr %record, i64 24
+  store i32 0, ptr %taken.at
+  %next = add i64 %launch, 1
+  br label %head
+done:
+  ret void
+}}
+
 define internal void @share(ptr %pool, ptr %recording, i32 %thread, i32 %threads) {{
 entry:
   %result = alloca [2 x i64]
@@ -194,7 +218,7 @@ head:
   %end = icmp uge i64 %launch, %launches
   br i1 %end, label %finish, label %body
 body:
-  %record = getelementptr [24 x i8], ptr %table, i64 %launch
+  %record = getelementptr [32 x i8], ptr %table, i64 %launch
   br i1 %healthy, label %run, label %ran
 run:
   %function = load ptr, ptr %record
@@ -204,19 +228,37 @@ run:
   %count = load i32, ptr %count.at
   %first.wide = zext i32 %first to i64
   %given = getelementptr [16 x i8], ptr %row, i64 %first.wide
+  %pieces.at = getelementptr i8, ptr %record, i64 20
+  %pieces = load i32, ptr %pieces.at
+  %whole = icmp eq i32 %pieces, 0
+  br i1 %whole, label %call, label %take
+take:
+  %taken.at = getelementptr i8, ptr %record, i64 24
+  %taken = atomicrmw add ptr %taken.at, i32 1 monotonic
+  %more = icmp ult i32 %taken, %pieces
+  br i1 %more, label %number, label %ran
+number:
+  ; The row is this thread's own, so it may write there what the kernel takes for its number.
+  %number.at = getelementptr i8, ptr %given, i64 8
+  %taken.wide = zext i32 %taken to i64
+  store i64 %taken.wide, ptr %number.at
+  br label %call
+call:
   store [2 x i64] zeroinitializer, ptr %result
   ; A TVM FFI function object is a 24-byte header, then its safe call.
   %safe.call.at = getelementptr i8, ptr %function, i64 24
   %safe.call = load ptr, ptr %safe.call.at
   %code = call i32 %safe.call(ptr %function, ptr %given, i32 %count, ptr %result)
   %good = icmp eq i32 %code, 0
-  br i1 %good, label %ran, label %bad
+  br i1 %good, label %called, label %bad
+called:
+  br i1 %whole, label %ran, label %take
 bad:
   %launch.word = trunc i64 %launch to i32
   call void @fail(ptr %pool, i32 %launch.word)
   br label %ran
 ran:
-  %still.healthy = phi i1 [ false, %body ], [ true, %run ], [ false, %bad ]
+  %still.healthy = phi i1 [ false, %body ], [ true, %take ], [ true, %called ], [ false, %bad ]
   %next = add i64 %launch, 1
   %last = icmp uge i64 %next, %launches
   br i1 %last, label %finish, label %between
@@ -252,6 +294,7 @@ define i32 @__tvm_ffi_executor_run(ptr %self, ptr %given, i32 %count, ptr %resul
   store atomic i32 -1, ptr %failed.at monotonic, align 4
   %error.at = getelementptr i8, ptr %pool, i64 264
   store ptr null, ptr %error.at
+  call void @give_back(ptr %recording)
   %alone = icmp eq i32 %threads, 1
   br i1 %alone, label %start, label %publish
 publish:

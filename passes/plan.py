@@ -31,6 +31,8 @@ from zllmc.zllm_ir.plan import (
 from zllmc.zllm_ir.types import TensorType
 
 _IO = ("tokens", "positions", "control", "logits", "candidates", "candidate_ids", "chosen")
+_PIECE_ROWS = 96  # of weights: what a piece does anew for all rows of x costs 3 % of it
+_ATTENTION_PIECES = 64
 _OUTPUTS = ("logits", "candidates", "candidate_ids", "tokens", "positions", "chosen")  # where each goes
 
 
@@ -75,6 +77,17 @@ def make_plan(graphs: Mapping[str, KernelGraph], weights: Mapping[str, tuple[int
         raise IRError(f"buffers with the same name: {', '.join(b.name for b in buffers)}")
     entries = [_entry(graph, memory[name], numbers, weights) for name, graph in graphs.items()]
     return Plan(tuple(buffers), tuple(entries))
+
+
+def pieces(call: KernelCall) -> int:
+    """`Launch.pieces` of a call, where they gain anything: a product with many rows of x may begin anew so
+    often, and the units of their attention go round anyhow."""
+    if call.op == "attention_rows":
+        return _ATTENTION_PIECES
+    weight = call.operands[1] if call.op == "linear" else None
+    if not isinstance(weight, Operand) or call.results[0].single_row:
+        return 0
+    return int(weight.type.shape[0]) // _PIECE_ROWS
 
 
 def _operands(graph: KernelGraph) -> Iterator[tuple[Value, Operand | KVOperand]]:
@@ -146,7 +159,7 @@ def _entry(
     def launch(node: KernelNode, barrier: bool) -> Launch:
         block = Pointer(numbers["control"], 0 if node.slot is None else 4 * CONTROL_WORDS * (1 + node.slot))
         pointers = (pointer(v, node.slot) for v in (*node.inputs, *node.outputs) if v is not None)
-        return Launch(symbol(node.call), (block, *pointers), barrier, node.slot)
+        return Launch(symbol(node.call), (block, *pointers), barrier, node.slot, pieces(node.call))
 
     after = barriers(accesses(graph, span))
     launches = tuple(map(launch, graph.nodes, after))

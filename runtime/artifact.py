@@ -27,7 +27,8 @@ from zllmc.zllm_ir.host import host_architecture, host_flags
 from zllmc.zllm_ir.matrix_unit import MatrixInstruction
 from zllmc.zllm_ir.plan import CHOSEN, CONTROL_WORDS, Plan, Pointer
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+_MOST_PIECES = 1 << 20
 _UNCHECKED = ("manifest.json", "weights.bin", "chat_template.jinja")
 
 
@@ -210,6 +211,8 @@ def _check_plan(plan: Plan, manifest: Manifest) -> None:
         for launch in entry.launches:
             if launch.slot is not None and launch.slot not in slots:
                 raise ValueError(f"{entry.name} has a launch for slot {launch.slot}")
+            if not 0 <= launch.pieces <= _MOST_PIECES:
+                raise ValueError(f"{entry.name} has a launch in {launch.pieces:,} pieces")
             if any(f"kernels/{launch.kernel}.{suffix}" not in manifest.files for suffix in suffixes):
                 raise ValueError(f"{entry.name} calls {launch.kernel}, which is not there")
             if manifest.gpu and min(*launch.grid, launch.threads) < 1:

@@ -23,7 +23,7 @@ from zllmc.runtime.processors import physical_cores, processors, quota
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.plan import EntryPoint, Launch, Pointer
 
-_LAYOUT = 1  # of the structures below, as `executor_layout` names it
+_LAYOUT = 2  # of the structures below, as `executor_layout` names it
 _POOL_BYTES = 384
 _POOL = np.dtype(
     {
@@ -42,6 +42,8 @@ _LAUNCH = np.dtype(
         ("first", np.int32),
         ("count", np.int32),
         ("barrier", np.int32),
+        ("pieces", np.int32),
+        ("taken", np.int32),
         ("unused", np.int32),
     ]
 )
@@ -51,6 +53,8 @@ _INTEGER, _POINTER = 1, 4  # TVMFFITypeIndex: kTVMFFIInt, kTVMFFIOpaquePtr
 # One round is some 20 to 60 ns. A worker stays awake through the host's work between two tokens; a barrier is
 # worth waiting for longer, since sleeping there costs a wake-up in the middle of a pass.
 _IDLE_SPINS, _BARRIER_SPINS = 8_000, 20_000
+# For each thread: with fewer, a fast one finds none left to take from a slow one, and more cost more.
+_LEAST_PIECES, _MOST_PIECES = 3, 6
 _CROWDED_SPINS = 50  # more threads than processors: the one waited for needs this processor
 
 
@@ -176,7 +180,10 @@ class Recording:
         starts = []
         for number, launch in enumerate(entry.launches):
             starts.append(len(row))
-            row += [(_INTEGER, 0, 0), (_INTEGER, 0, device.threads)]
+            pieces = min(launch.pieces, _MOST_PIECES * device.threads)
+            if device.threads == 1 or pieces < _LEAST_PIECES * device.threads:
+                pieces = 0
+            row += [(_INTEGER, 0, 0), (_INTEGER, 0, pieces or device.threads)]
             for argument in launch.args:
                 if isinstance(argument, Pointer):
                     places.setdefault((argument.buffer, launch.slot), []).append((len(row), argument.offset))
@@ -184,7 +191,7 @@ class Recording:
                 else:
                     row.append((_INTEGER, 0, argument))
             count = len(row) - starts[-1]
-            self._table[number] = (handles[launch.kernel], starts[-1], count, launch.barrier, 0)
+            self._table[number] = (handles[launch.kernel], starts[-1], count, launch.barrier, pieces, 0, 0)
         self._arguments: NDArray[Any] = np.tile(np.array(row, _ARGUMENT), (device.threads, 1))
         # Work that does not divide evenly burdens the first threads: those are others in each slot.
         first = np.array([launch.slot or 0 for launch in entry.launches], np.int64)

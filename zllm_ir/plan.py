@@ -44,7 +44,8 @@ class Launch(msgspec.Struct, frozen=True, omit_defaults=True):
     """One kernel call on every thread: kernel(thread, threads, *args). Integers are passed as they are.
 
     `barrier`: all threads must have finished this launch before any starts the next. `slot`: of a batch, the
-    sequence whose state buffers this launch is given.
+    sequence whose state buffers this launch is given. `pieces`: into so many calls the work may be cut with
+    little lost, kernel(piece, pieces, *args), which threads take one after another; 0 is unknown.
 
     On a GPU: kernel<<<grid, threads>>>(*args), where all arguments are pointers; `grid` is blocks in x and y,
     `threads` those of a block. With `rows`, a block takes that many of the pass's T tokens, and the grid has
@@ -55,6 +56,7 @@ class Launch(msgspec.Struct, frozen=True, omit_defaults=True):
     args: tuple[Pointer | int, ...]
     barrier: bool = True
     slot: int | None = None
+    pieces: int = 0
     grid: tuple[int, int] = (1, 1)
     threads: int = 0
     rows: int = 0

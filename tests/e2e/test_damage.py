@@ -20,7 +20,7 @@ from gguf_writer import F32, STRING, U32, key, model, scalar, string, tensor_inf
 from models import DENSE, open_file
 from zllmc.cli import main
 from zllmc.frontends.gguf import read_gguf
-from zllmc.runtime.artifact import ArtifactError, digests
+from zllmc.runtime.artifact import FORMAT_VERSION, ArtifactError, digests
 from zllmc.runtime.engine import Engine
 from zllmc.zllm_ir.errors import ZllmcError
 
@@ -75,7 +75,7 @@ def test_a_missing_kernel_and_a_flipped_bit_in_one_are_named(artifact: Path) -> 
 @pytest.mark.parametrize(
     "field, value, message",
     [
-        ("format_version", 99, "has artifact format 99, this zllmc reads 3"),
+        ("format_version", 99, f"has artifact format 99, this zllmc reads {FORMAT_VERSION}"),
         ("format_version", "1", "has artifact format 1,"),
         ("triple", "sparc64-unknown-linux-gnu", "compiled for sparc64-unknown-linux-gnu, this machine is"),
         ("requires", ["avx2", "time-travel"], "this machine's CPU lacks .*time-travel"),
@@ -147,6 +147,11 @@ def put(items: Any, key: Any, value: Any) -> None:
         (lambda p: put(p["entries"][2], "max_tokens", 16), r"576 bytes for control, which take 1,088"),
         (lambda p: put(p["entries"][2]["launches"][7], "slot", 8), "batch has a launch for slot 8"),
         (lambda p: put(first_launch(p), "slot", 0), "decode has a launch for slot 0"),
+        (lambda p: put(first_launch(p), "pieces", -1), "decode has a launch in -1 pieces"),
+        (
+            lambda p: put(first_launch(p), "pieces", 1 << 40),
+            "decode has a launch in 1,099,511,627,776 pieces",
+        ),
         (lambda p: p.pop("buffers"), "damaged .*buffers"),
     ],
 )

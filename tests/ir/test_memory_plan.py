@@ -291,6 +291,20 @@ def test_projections_of_the_same_input_run_together(conformance: pathlib.Path) -
         assert group[-1] + 1 == 10 * model.facts.layers + ends
 
 
+def test_products_of_many_rows_come_in_pieces(conformance: pathlib.Path) -> None:
+    """One for 96 rows of weights."""
+    model = load_model(conformance / "quants/llama-dense-Q8_0.gguf", context=128)
+    graphs, plan = compiled(model, max_tokens=64, max_rows=1)
+    seen = set()
+    for entry in plan.entries:
+        for node, launch in zip(graphs[entry.name].nodes, entry.launches, strict=True):
+            rows = node.call.results[0].width if node.call.op == "linear" else 0
+            many = not node.call.results or not node.call.results[0].single_row
+            seen.add(launch.pieces)
+            assert launch.pieces == (64 if node.call.op == "attention_rows" else rows // 96 * many)
+    assert seen == {0, 1, 2, 64}
+
+
 def test_the_residual_stream_stays_in_one_place(conformance: pathlib.Path) -> None:
     model = load_model(conformance / "archs/llama-dense.gguf", context=128)
     graphs, _ = compiled(model, max_tokens=64, max_rows=1)
