@@ -2,8 +2,9 @@
 
 The arithmetic is the CPU's (`block_sums`): a lane holds a row of W. What differs is how the work is cut. One
 row of x, or a few, are shared by the units of a block, which take parts of the columns and meet in shared
-memory, so that enough loads are in flight. Many are multiplied by `matrix_gpu`; where there is no matrix unit
-for them, they go in tiles whose sums stay in registers, a unit for each tile and group of weight rows.
+memory, so that enough loads are in flight. Many are multiplied by `matrix_gpu`, or by `matrix_plain` if the
+weights are floats; where there is no matrix unit for them, they go in tiles whose sums stay in registers, a
+unit for each tile and group of weight rows.
 """
 
 from __future__ import annotations

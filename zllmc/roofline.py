@@ -76,10 +76,15 @@ def _rows(call: KernelCall, tokens: int) -> int:
 
 
 def _peak(call: KernelCall, product: Product, tokens: int) -> float:
-    """Operations a second. An int8 dot instruction counts four products where an f32 one has one."""
-    if call.op == "linear":
-        return 1e12 * (product.int8_matrix if tokens >= 16 else product.int8_dot)
-    return 1e12 * product.int8_dot / 4
+    """Operations a second. An int8 dot instruction counts four products where an f32 one has one. Matrix
+    units take int8 or halves for packed weights, whichever is faster, and halves for F16 and BF16."""
+    weight = call.operands[1] if call.op == "linear" else None
+    if not isinstance(weight, Operand) or weight.type.dtype == "F32":
+        return 1e12 * product.int8_dot / 4
+    plain = weight.type.dtype in ("F16", "BF16")
+    if tokens >= 16:
+        return 1e12 * (product.f16_matrix if plain else max(product.int8_matrix, product.f16_matrix))
+    return 1e12 * product.int8_dot / (4 if plain else 1)
 
 
 def run_model_only(model: Path, text: str, *, prompt: int, depth: int, as_json: bool) -> None:

@@ -13,7 +13,7 @@ from zllmc.zllm_ir.errors import ZllmcError
 
 GPUS = [t for t in all_targets() if isinstance(t, GpuTarget)]
 MATRIX = {i: t for t in GPUS for i in t.matrix}  # instructions, each with a target that has it
-BYTES = {"s8": 1, "f16": 2, "s32": 4, "f32": 4}
+BYTES = {"s8": 1, "f16": 2, "bf16": 2, "s32": 4, "f32": 4}
 
 
 def test_every_name_is_parsed_and_unknown_ones_are_answered_with_those_that_exist() -> None:
@@ -36,12 +36,12 @@ def test_facts_are_plausible(target: GpuTarget) -> None:
     assert 100 < product.bandwidth < 10_000
     assert product.f16_matrix <= product.int8_matrix or target.dot4 is None
     assert product.int8_dot <= product.int8_matrix
-    for inputs in ("s8", "f16"):
+    for inputs in ("s8", "f16", "bf16", "f32"):
         instruction = target.matrix_instruction(inputs)
         assert instruction is None or (instruction.inputs, instruction in target.matrix) == (inputs, True)
 
 
-@pytest.mark.parametrize("instruction", [i for i in MATRIX if i.a], ids=lambda i: f"{MATRIX[i]}-{i.inputs}")
+@pytest.mark.parametrize("instruction", MATRIX, ids=lambda i: f"{MATRIX[i]}-{i.inputs}")
 def test_fragments_cover_their_tile_the_same_number_of_times(instruction) -> None:
     lanes = MATRIX[instruction].subgroup
     shapes = {
@@ -70,6 +70,7 @@ STATED = {
         ("a", 0, 1): (0, 1), ("a", 0, 2): (8, 0), ("a", 0, 4): (0, 8), ("a", 31, 7): (15, 15),
         ("b", 1, 0): (2, 0), ("b", 4, 3): (9, 1), ("c", 5, 0): (1, 2), ("c", 5, 3): (9, 3),
     },
+    ("cuda:sm_80", "bf16"): {("a", 31, 7): (15, 15), ("b", 4, 3): (9, 1), ("c", 5, 3): (9, 3)},
     ("cuda:sm_80", "s8"): {
         ("a", 0, 3): (0, 3), ("a", 1, 4): (8, 4), ("a", 0, 8): (0, 16), ("a", 31, 15): (15, 31),
         ("b", 0, 4): (16, 0), ("b", 7, 1): (13, 1), ("c", 31, 3): (15, 7),
@@ -89,7 +90,12 @@ STATED = {
         ("a", 17, 2): (1, 6), ("b", 50, 3): (15, 2), ("c", 33, 1): (9, 1),
     },
     ("rocm:gfx942", "s8"): {("a", 17, 2): (1, 10), ("b", 63, 7): (31, 15), ("c", 63, 3): (15, 15)},
+    ("rocm:gfx90a", "bf16"): {("a", 17, 2): (1, 6), ("b", 50, 3): (15, 2), ("c", 33, 1): (9, 1)},
     ("rocm:gfx90a", "s8"): {("a", 17, 2): (1, 6), ("b", 63, 3): (15, 15), ("c", 16, 0): (4, 0)},
+    # MLX: row (lane / 4 & 4) + lane / 2 % 4, column (lane / 4 & 2) * 2 + lane % 2 * 2 + element
+    ("metal:apple7", "f16"): {
+        ("a", 9, 0): (0, 6), ("b", 18, 1): (5, 1), ("c", 6, 0): (3, 0), ("c", 31, 1): (7, 7),
+    },
 }  # fmt: skip
 
 
