@@ -14,7 +14,7 @@ from zllmc.codegen import (
     attention_tile,
     choice,
     elementwise,
-    embedding,
+    embedding_gpu,
     matrix_tile,
     norm,
     quantize,
@@ -29,6 +29,7 @@ from zllmc.codegen.simt import DIALECTS, Source, print_source
 from zllmc.targets.gpu import LANES, GpuTarget
 from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.formats import FORMATS
 from zllmc.zllm_ir.gpu_kernel import GpuKernel
 from zllmc.zllm_ir.kernel_graph import KernelCall, KVOperand, Operand, symbol
 
@@ -71,7 +72,7 @@ FAMILIES: dict[str, tuple[Callable[[KernelCall, VectorTarget, str], Any], Vector
         (attention_decode, _UNIT, ("attention_merge", "attention_merge_quantize")),
         (choice, _UNIT, ("choose", "top_k_partial")),
         (elementwise, _UNIT, ("activation", "add", "glu", "glu_quantize", "scale", "select_rows", "softcap")),
-        (embedding, _UNIT, ("embedding",)),
+        (embedding_gpu, _UNIT, ("embedding",)),
         (quantize, _UNIT, ("quantize",)),
         (rope_kv, _UNIT, ("kv_append", "rope", "rope_append", "rope_table")),
     )
@@ -143,6 +144,9 @@ def _pieces(call: KernelCall) -> int:
             return 1
         case "top_k_partial":
             return int(call.results[0].type.shape[0])
+        case "embedding":
+            format, columns = values[1].type.dtype, int(values[1].type.shape[1])
+            return embedding_gpu.pieces(columns, FORMATS[format].plain is not None)
         case "kv_append":
             return kv_heads
         case "rope":
