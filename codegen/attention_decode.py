@@ -22,6 +22,7 @@ from zllmc.codegen.tir import (
     Register,
     bind,
     broadcast,
+    cast,
     const,
     hold,
     lanes_of,
@@ -124,9 +125,11 @@ class _Parts:
         self.head_dim = parts.width // self.splits - 2
         self._stride, self._memory, self._lanes = parts.stride, memory, lanes
         self._weights = local("float32", self.splits)
+        self._end: Expr = 0
 
     def select(self, head: Expr) -> None:
-        """Weights the parts of a head: 2^(max − the largest max) / Σ of the sums so weighted."""
+        """Weights the parts of a head: 2^(max − the largest max) / Σ of the sums so weighted. Those after
+        the last one with keys are left out."""
         self._at = hold(head * self._stride)
         maxima_at = hold(self._at + self.splits * self.head_dim)
         places = pieces(self.splits, self._lanes)
@@ -134,6 +137,11 @@ class _Parts:
         largest = hold(
             functools.reduce(tirx.max, [const(LOWEST, "float32"), *(max_lanes(m) for m in maxima)])
         )
+        ends = [
+            max_lanes(tirx.Select(m > const(LOWEST, "float32", n), _ramp(i + 1, n), const(0.0, "float32", n)))
+            for m, (i, n) in zip(maxima, places, strict=True)
+        ]
+        self._end = hold(cast(functools.reduce(tirx.max, ends), "int32"))
         weights = [hold(exp2(m - broadcast(largest, lanes_of(m)))) for m in maxima]
         sums = [self._memory.load(maxima_at + self.splits + i, n) for i, n in places]
         total = hold(
@@ -146,7 +154,7 @@ class _Parts:
         """`count` elements of the selected head's output from `element` on, as vectors."""
         places = pieces(count, self._lanes)
         sums = [Register("float32", n, const(0.0, "float32", n)) for _, n in places]
-        with serial(0, self.splits) as p:
+        with serial(0, self._end) as p:
             weight = bind(self._weights.load(p))
             at = bind(self._at + p * self.head_dim + element)
             for (i, n), s in zip(places, sums, strict=True):
@@ -190,3 +198,9 @@ def attention_merge_quantize(call: KernelCall, target: VectorTarget, name: str) 
                 values += [hold(v) for v in parts.merged(element - head * parts.head_dim, step)]
             rows.write(0, group * GROUP, values)
     return k.function
+
+
+def _ramp(first: int, lanes: int) -> Expr:
+    """first, first + 1, … as f32."""
+    start = const(first, "float32", lanes)
+    return start if lanes == 1 else start + cast(tirx.Ramp(0, 1, lanes), "float32")

@@ -8,7 +8,7 @@ from pathlib import Path
 from zllmc.passes.batch import batch
 from zllmc.passes.choose_token import choose_token
 from zllmc.passes.fold_scales import fold_scales
-from zllmc.passes.fuse_attention import fuse_attention
+from zllmc.passes.fuse_attention import PARTS, fuse_attention
 from zllmc.passes.fuse_norm_add import fuse_norm_add
 from zllmc.passes.fuse_quantize import fuse_quantize
 from zllmc.passes.fuse_residual import fuse_residual
@@ -33,13 +33,15 @@ def lower_entries(
     *,
     context: int,
     max_batch: int = MAX_BATCH,
+    pieces: int = PARTS,
     chooses: bool = False,
     dump: Path | None = None,
     check: bool = False,
 ) -> dict[str, KernelGraph]:
     """The kernel graphs of all entry points by name, for caches of `context` tokens.
 
-    There is one for up to `max_batch` sequences unless that is 1. With `chooses`, decode ends with the choice
+    There is one for up to `max_batch` sequences unless that is 1. `pieces` of a decode attention can be
+    worked at together, see `attention_parts`. With `chooses`, decode ends with the choice
     of the next token, as it should where logits take long to get to the host: on GPUs. `dump` is a folder
     that gets one folder of numbered files, texts and pictures, for each; with `check`, the verifier runs
     after every pass.
@@ -48,7 +50,9 @@ def lower_entries(
     for name, tokens in (("decode", 1), ("prefill", None)):
         folder = dump / name if dump else None
         ends = chooses and name == "decode"
-        passed = run_passes(graph, tokens=tokens, context=context, chooses=ends, dump=folder, check=check)
+        passed = run_passes(
+            graph, tokens=tokens, context=context, pieces=pieces, chooses=ends, dump=folder, check=check
+        )
         entries[name] = lower(
             passed,
             name=name,
@@ -71,15 +75,16 @@ def run_passes(
     *,
     tokens: int | None,
     context: int,
+    pieces: int = PARTS,
     chooses: bool = False,
     dump: Path | None = None,
     check: bool = False,
 ) -> Graph:
     """The graph of one entry point, ready to lower: `tokens` is 1 for decode, None for prefill.
 
-    `context` is the largest number of cached tokens. With `chooses`, a decode step chooses its token. `dump`
-    is a folder that gets the graph after every pass, as a text and as a picture, in numbered files; with
-    `check`, the verifier runs after every pass.
+    `context` is the largest number of cached tokens; for `pieces` see `fuse_attention`. With `chooses`, a
+    decode step chooses its token. `dump` is a folder that gets the graph after every pass, as a text and as a
+    picture, in numbered files; with `check`, the verifier runs after every pass.
     """
     passes: list[tuple[str, Callable[[Graph], Graph]]] = [
         ("input", lambda g: g),
@@ -89,7 +94,7 @@ def run_passes(
         ("fuse_residual", fuse_residual),
         ("fuse_norm_add", fuse_norm_add),
         ("fuse_rope_append", fuse_rope_append),
-        ("fuse_attention", lambda g: fuse_attention(g, context)),
+        ("fuse_attention", lambda g: fuse_attention(g, context, pieces)),
         # Numbers: int8 activations for the block formats.
         ("quantize_activations", quantize_activations),
         ("fuse_quantize", fuse_quantize),

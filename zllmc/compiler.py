@@ -31,6 +31,7 @@ from zllmc.frontends.tokenizer import (
     tokenizer_from_gguf,
     tokenizer_from_hf,
 )
+from zllmc.passes.fuse_attention import attention_parts
 from zllmc.passes.pipeline import MAX_BATCH, lower_entries
 from zllmc.passes.plan import kernel_calls, make_plan, stored_weights
 from zllmc.runtime.artifact import FORMAT_VERSION, GPU_SUFFIXES, Gpu, Manifest, Source, digests
@@ -80,6 +81,7 @@ def compile_model(
             source.graph,
             context=capacity,
             max_batch=max_batch,
+            pieces=attention_parts(device),
             chooses=isinstance(device, GpuTarget),
             dump=dump_ir,
             check=verify,

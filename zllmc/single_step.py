@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zllmc import targets
 from zllmc.frontends.model import load_model
+from zllmc.passes.fuse_attention import attention_parts
 from zllmc.passes.pipeline import lower_entries
 from zllmc.runtime.artifact import Artifact
 from zllmc.runtime.devices import Mode, open_device
@@ -57,6 +59,7 @@ class Machine:
             model.graph,
             context=manifest.context,
             max_batch=artifact.plan.max_batch,
+            pieces=attention_parts(targets.parse(manifest.target)),
             chooses=manifest.gpu is not None,
         )
         self.entries = {entry.name: entry for entry in artifact.plan.entries}
