@@ -33,12 +33,12 @@ from zllmc.codegen.tir import (
 )
 from zllmc.codegen.vector_math import exp2, fma, tanh
 from zllmc.targets.gpu import LANES, GpuTarget
+from zllmc.zllm_ir.attention_ops import SPLIT_KEYS
 from zllmc.zllm_ir.errors import IRError, ZllmcError
 from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, KVOperand, Operand
 
 CHUNK = 16  # bytes that a lane moves at once
 _SUMS = 96  # registers of a lane for scores and outputs
-_AT_ONCE = 8  # chunks that a lane loads before it stores the first
 _ROWS = 8  # of a unit, at most
 _ELEMENTS = 8  # of a query, or weights, one after another: so few loads are enough
 _BLOCK_ROWS = 32  # of a block that shares its tiles: more would not pay for what they wait
@@ -102,9 +102,15 @@ class AttentionShape:
         return self.rows * (self.keys // LANES + -(-self.head_dim // LANES) + 2)
 
     @property
+    def at_once(self) -> int:
+        """Chunks that a lane loads before it stores the first: a unit's own tile as a whole, if there are
+        registers for it."""
+        return 8 if self.shared or self.tile_bytes > 16 * CHUNK * LANES else 16
+
+    @property
     def resident(self) -> int:
         """Blocks that a multiprocessor has registers for: while some wait, others compute."""
-        return 3 if self.sums < 64 else 2
+        return 3 if self.sums < 64 and self.at_once == 8 else 2
 
 
 def attention_shape(call: KernelCall, target: GpuTarget) -> AttentionShape:
@@ -121,11 +127,15 @@ def attention_shape(call: KernelCall, target: GpuTarget) -> AttentionShape:
         return AttentionShape(q, cache, rows, keys, units, shared, *facts)
 
     group = shape(1, LANES, 1).group
+    crews = [1, 2, 4]
+    if not shared:  # no more than a part has tiles, when the cache is full
+        part = -(-cache.capacity // attributes["splits"] // SPLIT_KEYS) * SPLIT_KEYS
+        crews = [units for units in crews if units * LANES <= part]
     subgroup = target.subgroup // LANES
     found = [
         s
         for keys in ((2 * LANES, LANES) if shared else (LANES,))
-        for units in (1, 2, 4)
+        for units in crews
         for rows in ((1, 2, 4, _ROWS) if shared else range(1, min(group, _ROWS) + 1))
         if units % subgroup == 0
         and (s := shape(rows, keys, units)).shared_bytes <= target.static_shared_memory
@@ -215,7 +225,7 @@ class Tile:
     def _parts(self) -> list[range]:
         """A unit's share of them, as many at once as there are registers for."""
         each = range(-(-self._vectors // self._crew))
-        return [each[i : i + _AT_ONCE] for i in each[::_AT_ONCE]]
+        return [each[i : i + self.shape.at_once] for i in each[:: self.shape.at_once]]
 
     def _load(self, memory: Memory, source: Callable[[Expr], Expr], part: range) -> list[tuple[Expr, Expr]]:
         """These of this unit's chunks, each with its place in the tile."""
