@@ -7,10 +7,37 @@ import numpy as np
 import numpy.typing as npt
 
 from zllmc.zllm_ir.block_format import BlockFormat, Field, Float, Grid, Plane, Trits
-from zllmc.zllm_ir.formats import Bytes, decode_codes, decode_field, decode_float, row_bytes
+from zllmc.zllm_ir.formats import FORMATS, Bytes, decode_codes, decode_field, decode_float, row_bytes
 from zllmc.zllm_ir.grids import book
 
 LARGEST = 65504.0  # the largest finite f16; dot products of such weights stay finite in float32
+
+
+def covering_formats() -> list[str]:
+    """A few formats that have among them all that a description of blocks can say: what differs between the
+    others is only which bits lie where, which one target proves for all."""
+    wanted = {name: _features(fmt) for name, fmt in FORMATS.items()}
+    left, chosen = set().union(*wanted.values()), []
+    while left:
+        chosen.append(max(wanted, key=lambda name: len(wanted[name] & left)))
+        left -= wanted[chosen[-1]]
+    return chosen
+
+
+def _features(fmt: BlockFormat) -> set[tuple[object, ...]]:
+    codes, scale, sub_scales = fmt.codes, fmt.scale, fmt.sub_scales
+    return {
+        ("block", fmt.block),
+        ("plain", fmt.plain),
+        ("codes", type(codes)),
+        ("minimum", fmt.minimum is not None),
+        ("scale", scale and (scale.kind, scale.count > 1, scale.nibbles is not None)),
+        ("sub-scales", sub_scales and (sub_scales.count, sub_scales.signed)),
+        ("sub-minima", fmt.sub_mins is not None),
+        *((name, getattr(codes, name, None) is not None) for name in ("table", "signs", "shift")),
+        *((name, getattr(codes, name, None)) for name in ("bits", "signed")),
+        ("planes", len(getattr(codes, "planes", ()))),
+    }
 
 
 def random_rows(

@@ -39,7 +39,18 @@ SHAPES = [  # (heads, kv heads, E), storage
 WINDOWS = [(1, "f16"), (50, "f16"), (64, "q8")]
 
 on_targets = pytest.mark.parametrize("target", RUNNABLE, ids=str)
-on_shapes = pytest.mark.parametrize(("shape", "storage"), SHAPES, ids=str)
+# All shapes on this machine's target; on emulated ones, which have other lanes, one of each sort: rows that
+# fill their tiles and that do not, heads of a few vectors and of many, both storages.
+on_shapes = pytest.mark.parametrize(
+    ("target", "shape", "storage"),
+    [
+        (target, *shape)
+        for target in RUNNABLE
+        for shape in SHAPES
+        if target in NATIVE or shape[0] in {(5, 1, 80), (14, 2, 96), (2, 1, 256), (16, 1, 64)}
+    ],
+    ids=str,
+)
 on_windows = pytest.mark.parametrize(("window", "storage"), WINDOWS)
 
 
@@ -122,7 +133,6 @@ def merge(parts, splits, target, threads=1):
     return merged
 
 
-@on_targets
 @on_shapes
 def test_rows_agree_with_the_reference(target, shape, storage):
     for tokens, cached, threads in [
@@ -165,7 +175,6 @@ def test_large_scores_neither_overflow_nor_vanish(target):
     case.check_rows(target, tolerance=0.05)
 
 
-@on_targets
 @on_shapes
 def test_parts_agree_with_the_reference(target, shape, storage):
     for cached, threads in [(0, 1), (63, 2), (64, 3), (511, 1), (1000, 7)]:

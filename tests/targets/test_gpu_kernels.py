@@ -1,18 +1,23 @@
 """Every block format's kernels on emulated GPUs: one definition, checked in every dialect and wave.
 
+All formats run on a GPU with waves of 32 and on one with 64, the latter's threads in reverse order; a format
+of each kind on the others, whose kernels differ in the words of their dialect and in their matrix instruction
+(`test_matrix_linear`).
+
 All kernels of a device are compiled at once, which takes the compiler as long as a few of them alone.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from activations import a8_rows, seen_by
-from blocks import random_rows
+from blocks import covering_formats, random_rows
 from zllmc import targets
 from zllmc.codegen.gpu import LANES, kernel_source
 from zllmc.codegen.linear_gpu import FEW_ROWS
@@ -28,6 +33,9 @@ ROWS, COLUMNS = 80, 512  # the last group of rows is half a group
 # And the tokens of a prefill, whose last tile of rows is a short one. From 16 on, matrix units are used.
 DEVICES = {"cuda:sm_90": 21, "rocm:gfx1100": 11, "rocm:gfx942": 70, "metal:apple9": 11}
 ENTRIES = ["decode", "prefill"]
+READ = {name: [*FORMATS] if name in ("cuda:sm_90", "rocm:gfx942") else covering_formats() for name in DEVICES}
+CASES = [(name, format) for name in DEVICES for format in READ[name]]
+on_devices = pytest.mark.parametrize(("gpu", "format"), CASES, indirect=["gpu"])
 
 
 def linear_call(format: str, first: object) -> KernelCall:
@@ -79,21 +87,30 @@ class Gpu:
         return self.device.read(y, np.float32, (tokens, result.stride))
 
 
-@pytest.fixture(scope="module", params=DEVICES)
-def gpu(request, emulator_cache) -> Gpu:
-    target = targets.parse(request.param)
-    calls = [
-        call(format, T if entry == "prefill" else 1)
-        for call in (linear_call, embedding_call)
-        for format in FORMATS
-        for entry in ENTRIES
-    ]
-    sources = {symbol(call): kernel_source(call, target) for call in calls}
-    texts = {f"{name}.{target.dialect}": source.text for name, source in sources.items()}
-    reverse = request.param == "rocm:gfx1100"
-    options = {"matrix": target.matrix, "reverse": reverse, "optimize": False, "cache": emulator_cache}
-    device = EmulatedDevice(texts, target.dialect, target.subgroup, **options)
-    return Gpu(device, sources, {"decode": 1, "prefill": DEVICES[request.param]})
+@pytest.fixture(scope="module")
+def gpus(emulator_cache) -> Callable[[str], Gpu]:
+    @functools.cache
+    def gpu(name: str) -> Gpu:
+        target = targets.parse(name)
+        calls = [
+            call(format, T if entry == "prefill" else 1)
+            for call in (linear_call, embedding_call)
+            for format in READ[name]
+            for entry in ENTRIES
+        ]
+        sources = {symbol(call): kernel_source(call, target) for call in calls}
+        texts = {f"{kernel}.{target.dialect}": source.text for kernel, source in sources.items()}
+        reverse = name == "rocm:gfx942"
+        options = {"matrix": target.matrix, "reverse": reverse, "optimize": False, "cache": emulator_cache}
+        device = EmulatedDevice(texts, target.dialect, target.subgroup, **options)
+        return Gpu(device, sources, {"decode": 1, "prefill": DEVICES[name]})
+
+    return gpu
+
+
+@pytest.fixture
+def gpu(request, gpus) -> Gpu:
+    return gpus(request.param)
 
 
 @functools.cache
@@ -104,7 +121,7 @@ def weights(format: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("format", FORMATS)
+@on_devices
 def test_linear(gpu, format, entry):
     tokens, rng = gpu.tokens[entry], np.random.default_rng(3)
     packed, w = weights(format)
@@ -124,7 +141,7 @@ def test_linear(gpu, format, entry):
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("format", FORMATS)
+@on_devices
 def test_embedding(gpu, format, entry):
     tokens = gpu.tokens[entry]
     packed, w = weights(format)
