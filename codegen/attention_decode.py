@@ -163,19 +163,23 @@ class _Parts:
 
 
 def attention_merge(call: KernelCall, target: VectorTarget, name: str) -> Any:
-    """The kernel of `attention_merge`: parts (H, splits · (E + 2)) → f32 (1, H·E), head by head."""
+    """The kernel of `attention_merge`: parts (H, splits · (E + 2)) → f32 (1, H·E). A thread of a CPU takes
+    whole heads, whose weights it needs once; a GPU has a unit for each vector."""
     with Kernel(name, **signature(call)) as k:
         _, memory, out = k.arguments
         parts = _Parts(call, memory, target.lanes)
-        step = KEY_BLOCK  # divides every head_dim that has a kernel
-        begin, end = share(k, call.results[0].width // parts.head_dim)
-        with serial(begin, end) as head:
+        gpu = target.lanes > KEY_BLOCK  # which divides every head_dim that has a kernel
+        step = target.lanes if gpu and parts.head_dim % target.lanes == 0 else KEY_BLOCK
+        size = step if gpu else parts.head_dim
+        begin, end = share(k, call.results[0].width // size)
+        with serial(begin, end) as piece:
+            head = hold(tirx.truncdiv(piece * size, parts.head_dim))
+            start = hold(piece * size - head * parts.head_dim)
             parts.select(head)
-            with serial(0, parts.head_dim // step) as c:
-                for (i, _), merged in zip(
-                    pieces(step, target.lanes), parts.merged(c * step, step), strict=True
-                ):
-                    out.store(head * parts.head_dim + c * step + i, merged)
+            with serial(0, size // step) as c:
+                merged = parts.merged(start + c * step, step)
+                for (i, _), value in zip(pieces(step, target.lanes), merged, strict=True):
+                    out.store(piece * size + c * step + i, value)
     return k.function
 
 

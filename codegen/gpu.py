@@ -140,6 +140,8 @@ def _pieces(call: KernelCall) -> int:
     values = [o for o in (*call.operands, *call.results) if isinstance(o, Operand) and o.type.shape]
     kv_heads = sum(o.type.kv_heads for o in call.operands if isinstance(o, KVOperand))
     match call.op:
+        case "attention_merge" | "attention_merge_quantize":
+            return -(-call.results[0].width // LANES)
         case "choose":
             return 1
         case "top_k_partial":
