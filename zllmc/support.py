@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import cache
 
 import zllmc.zllm_ir.ops  # noqa: F401  (registers the ops)
 from zllmc.codegen.cpu import family_of
@@ -142,6 +143,7 @@ def _probe(format: str) -> Graph:
     return g.finish(g.linear(g.select_rows(g.embedding(tokens, matrix), first_row), matrix))
 
 
+@cache
 def _builds(call: KernelCall, target: Target) -> bool:
     try:
         if isinstance(target, GpuTarget):

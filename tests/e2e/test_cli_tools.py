@@ -10,6 +10,7 @@ import pytest
 
 import zllmc
 from processes import Run
+from zllmc import support
 from zllmc.zllm_ir.formats import FORMATS
 
 pytest_plugins = ("cli_fixtures",)
@@ -39,15 +40,18 @@ def test_info_shows_what_an_unsupported_model_is(
     assert done.code == 2 and "no kernel for" in done.out and "IQ1_M" in done.err
 
 
-def test_targets_keeps_four_states_apart(run: Run) -> None:
+def test_targets_keeps_four_states_apart(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "PROBED", support.PROBED[1:4:2])  # those of a CPU and a GPU, for the time
     result = json.loads(run("targets", "--json").out)
     cells = {(cell["format"], cell["target"]): cell for cell in result["support"]}
 
-    def states(format: str) -> list[bool]:
-        return [cells[format, "cpu:avx2"][s] for s in ("parsed", "reference", "kernel", "default_path")]
+    def states(format: str, target: str) -> list[bool]:
+        return [cells[format, target][s] for s in ("parsed", "reference", "kernel", "default_path")]
 
-    assert states("Q4_K") == states("F16") == states("IQ1_M") == [True, True, True, True]
-    assert states("Q8_1") == [True, False, False, False]
+    for target in "cpu:avx2", "cuda:sm_90":
+        for format in "Q4_K", "F16", "IQ1_M":
+            assert states(format, target) == [True, True, True, True]
+        assert states("Q8_1", target) == [True, False, False, False]
 
 
 def test_verify_passes_a_right_artifact(
