@@ -29,7 +29,9 @@ def compile_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that decide what a model is compiled to."""
     for option in (
         click.option(
-            "--kv", type=click.Choice(["f16", "q8"]), help="How to keep keys and values.  [default: f16]"
+            "--kv",
+            type=click.Choice(["f16", "q8"]),
+            help="How to keep keys and values; q8 takes half the memory, for long contexts.  [default: f16]",
         ),
         click.option(
             "--context",
