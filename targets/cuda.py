@@ -64,9 +64,16 @@ def _target(name: str, shared_memory: int, product: Product) -> GpuTarget:
     )
 
 
-# Peaks without sparsity, from NVIDIA's datasheets and architecture whitepapers (A100 and H100 datasheets, HGX
-# B200 datasheet, GA102, Ada and RTX Blackwell whitepapers). None states a rate for dp4a: it is reckoned as 64
-# lanes (those of a 32-bit integer multiply-add) × 8 operations per SM and clock.
+# Peaks without sparsity; where NVIDIA states them with it, half. GeForce sums f16 in f32 at half its rate,
+# which is what counts here. Sources, all NVIDIA's:
+#   A100: datasheet "NVIDIA A100 Tensor Core GPU", specifications, column A100 80GB SXM
+#   RTX 3090: whitepaper "NVIDIA Ampere GA102 GPU Architecture", appendix A, "GeForce RTX 3090"
+#   RTX 4090: whitepaper "NVIDIA Ada GPU Architecture", appendix A
+#   H100: datasheet "NVIDIA H100 Tensor Core GPU", specifications, column H100 SXM
+#   B200: "NVIDIA Blackwell Architecture Technical Brief", specifications of HGX B200; SMs as CUDA reports
+#   RTX 5090: whitepaper "NVIDIA RTX Blackwell GPU Architecture", appendix A
+# None states a rate for dp4a: it is reckoned as the 64 lanes of a 32-bit integer multiply-add × 8 operations
+# × SMs × boost clock: 1.41, 1.695, 2.52, 1.98, 1.965 and 2.407 GHz, from the top.
 TARGETS = {
     t.name: t
     for t in (

@@ -80,9 +80,12 @@ def _target(
     )
 
 
-# Peaks without sparsity, from AMD's datasheets (MI210, MI300X) and product pages (Radeon, Ryzen AI Max+ 395).
-# Those give no rate for dot4: it is reckoned as one per lane and clock, 64 lanes per compute unit. WMMA on
-# RDNA3 is 512 operations per compute unit and clock, for f16 and int8 alike.
+# Peaks without sparsity; where AMD states them with it, half. Sources, all AMD's:
+#   MI210, MI300X: datasheets "AMD Instinct MI210 Accelerator" and "AMD Instinct MI300X Accelerator"
+#   Radeon RX, Ryzen AI Max+ 395 (its Radeon 8060S): the product pages' specifications
+# In operations per compute unit and clock they are 1024 for f16 and int8 on MI210, 2048 and 4096 on MI300X,
+# 512 for both on RDNA3, and 1024 and 2048 on RDNA4. None states a rate for dot4: it is reckoned as one per
+# lane and clock, 64 lanes × 8 operations, at 1.7, 2.1, 2.25, 2.5, 2.9, 3.13 and 2.97 GHz, from the top.
 TARGETS = {
     t.name: t
     for t in (
