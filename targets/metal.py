@@ -42,8 +42,8 @@ def _target(name: str, product: Product) -> GpuTarget:
 
 
 # Cores and bandwidth: Apple, "Tech Specs" of the MacBook Pro of 2021, 2023, 2024 and 2025. Apple states no
-# rates: f16 is 128 multiply-adds per core and clock (matrix functions share those of the shader's floats), int8
-# by 32-bit integer multiply-adds a quarter of it. philipturner/metal-benchmarks measured these (README,
+# rates: f16 is 128 multiply-adds per core and clock (matrix functions share those of the shader's floats),
+# int8 by 32-bit integer multiply-adds a quarter of it. philipturner/metal-benchmarks measured these (README,
 # "Overview", "Instruction Throughputs"), and 1.296 and 1.398 GHz for M1 and M2 Max; 1.57 is taken for later.
 TARGETS = {
     t.name: t
