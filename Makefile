@@ -34,7 +34,7 @@ demo: $(VENV)/.runtime $(MODEL)
 
 test: lint types imports
 	@$(MAKE) --no-print-directory $(MODEL) || echo "make: no SmolLM2 model, so its tests cannot run"
-	$(TEST_ENV) $(BIN)/pytest -n 2 --dist loadfile
+	$(TEST_ENV) $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
