@@ -24,11 +24,13 @@ _PACKED = {"linear": 1, "embedding": 1}  # the operand that kernels read in its 
 def lower(graph: Graph, *, name: str, context: int, max_tokens: int, max_rows: int) -> KernelGraph:
     """The kernel calls of one entry point; see `zllm_ir.kernel_graph` for what they are given.
 
-    Ops that only say how memory is read (`split`, `split_heads`, `merge_heads`) become views. Caches have
-    room for `context` tokens, buffers for passes of `max_tokens` tokens and logits of `max_rows` rows.
+    Ops that only say how memory is read (`split`, `split_heads`, `merge_heads`) become views, `concat_rows` a
+    joined weight. Caches have room for `context` tokens, buffers for passes of `max_tokens` tokens and logits
+    of `max_rows` rows.
     """
     capacity = -(-context // KEY_BLOCK) * KEY_BLOCK
-    weights = set(graph.weights)
+    joined = {n.output: tuple(graph.operands(n)) for n in graph.nodes if n.op == "concat_rows"}
+    weights = {*graph.weights, *joined}
     states = {s: s for s in graph.states}  # versions of a state → the state
     operands: dict[Value, Operand] = {v: _input(v) for v in graph.inputs}
     views: dict[Value, View] = {}
@@ -49,6 +51,8 @@ def lower(graph: Graph, *, name: str, context: int, max_tokens: int, max_rows: i
         if node.op in _VIEWS:
             _view(node, operands, views)
             continue
+        if node.op == "concat_rows":
+            continue
         if before := written_state(node):
             after = next(v for v in node.outputs if isinstance(v.type, KVType))
             states[after] = states[before]
@@ -68,7 +72,16 @@ def lower(graph: Graph, *, name: str, context: int, max_tokens: int, max_rows: i
     if not computed.issuperset(outputs):
         raise IRError(f"{graph.name}: an output of the graph is the result of no kernel")
     return KernelGraph(
-        name, graph.inputs, graph.weights, graph.states, tuple(nodes), outputs, views, max_tokens, max_rows
+        name,
+        graph.inputs,
+        (*graph.weights, *joined),
+        graph.states,
+        tuple(nodes),
+        outputs,
+        views,
+        max_tokens,
+        max_rows,
+        joined,
     )
 
 

@@ -13,6 +13,7 @@ from zllmc.passes.fuse_norm_add import fuse_norm_add
 from zllmc.passes.fuse_quantize import fuse_quantize
 from zllmc.passes.fuse_residual import fuse_residual
 from zllmc.passes.fuse_rope_append import fuse_rope_append
+from zllmc.passes.join_linears import join_linears
 from zllmc.passes.lower import lower
 from zllmc.passes.quantize_activations import quantize_activations
 from zllmc.passes.rewrite import eliminate_dead
@@ -95,6 +96,8 @@ def run_passes(
         ("fuse_norm_add", fuse_norm_add),
         ("fuse_rope_append", fuse_rope_append),
         ("fuse_attention", lambda g: fuse_attention(g, context, pieces)),
+        # Launches: one over what several read.
+        ("join_linears", join_linears),
         # Numbers: int8 activations for the block formats.
         ("quantize_activations", quantize_activations),
         ("fuse_quantize", fuse_quantize),

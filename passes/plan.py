@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import pairwise
 
 from zllmc.passes.memory import MemoryPlan, plan_memory
 from zllmc.passes.schedule import Span, accesses, barriers
@@ -42,7 +43,8 @@ def kernel_calls(graphs: Iterable[KernelGraph]) -> dict[str, KernelCall]:
 
 
 def stored_weights(graphs: Iterable[KernelGraph]) -> dict[str, TensorType]:
-    """The weights that the kernels read and the type in which they read each: what to pack.
+    """The weights that the kernels read and the type in which they read each: what to pack, in this order,
+    with nothing between the parts of joined ones.
 
     Raises an IRError where two kernels read the same weight in different types.
     """
@@ -51,9 +53,11 @@ def stored_weights(graphs: Iterable[KernelGraph]) -> dict[str, TensorType]:
         weights = set(graph.weights)
         for value, operand in _operands(graph):
             if value in weights and isinstance(operand, Operand):
-                type = stored.setdefault(value.name, operand.type)
-                if type != operand.type:
-                    raise IRError(f"{value.name} is read as {type} and as {operand.type}")
+                for part in graph.parts(value):
+                    read = TensorType(operand.type.dtype, part.shape)
+                    type = stored.setdefault(part.name, read)
+                    if type != read:
+                        raise IRError(f"{part.name} is read as {type} and as {read}")
     return stored
 
 
@@ -124,10 +128,20 @@ def _chooses(graph: KernelGraph) -> bool:
     return len(graph.outputs) > 1
 
 
+def _start(weight: Value, graph: KernelGraph, weights: Mapping[str, tuple[int, int]]) -> int | None:
+    """The offset of a weight, None for one that no kernel reads."""
+    places = [weights[part.name] for part in graph.parts(weight) if part.name in weights]
+    for (start, size), (next, _) in pairwise(places):
+        if start + size != next:
+            raise IRError(f"{weight.name}: its parts don't lie one after the other")
+    return places[0][0] if places else None
+
+
 def _entry(
     graph: KernelGraph, memory: MemoryPlan, numbers: Mapping[str, int], weights: Mapping[str, tuple[int, int]]
 ) -> EntryPoint:
-    fixed = {w: Pointer(numbers["weights"], weights[w.name][0]) for w in graph.weights if w.name in weights}
+    starts = {weight: _start(weight, graph, weights) for weight in graph.weights}
+    fixed = {w: Pointer(numbers["weights"], at) for w, at in starts.items() if at is not None}
     fixed |= {s: Pointer(numbers[s.name], 0) for s in graph.states if s.name in numbers}
     fixed |= {v: Pointer(numbers["arena"], offset) for v, offset in memory.offsets.items()}
     places = {name: Pointer(numbers[name], 0) for name in _IO if name in numbers}

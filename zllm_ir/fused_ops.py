@@ -108,6 +108,23 @@ def _infer_attention_rows(q: TensorType, state: KVType, **_attrs: Any) -> Tensor
     return TensorType("f32", (q.shape[0], q.shape[1] * q.shape[2]))
 
 
+def _infer_concat(*parts: TensorType | None) -> TensorType:
+    present = [p for p in parts if p is not None]
+    first = present[0]
+    if any((p.dtype, p.shape[1:]) != (first.dtype, first.shape[1:]) for p in present):
+        raise IRError(f"concat_rows: the parts are {', '.join(map(str, present))}")
+    return TensorType(first.dtype, (sum(int(p.shape[0]) for p in present), *first.shape[1:]))
+
+
+@register(infer=_infer_concat)
+def concat_rows(a: Any, b: Any, c: Any = None) -> Array:
+    """The rows of two or three weights, packed matrices or vectors, as those of one.
+
+    No kernel does this: the parts lie one after the other in memory.
+    """
+    return np.concatenate([part[:] for part in (a, b, c) if part is not None])
+
+
 @register(infer=_infer_attention_rows)
 def attention_rows(q: Array, state: Any, *, scale: float, window: int = 0, softcap: float = 0.0) -> Array:
     """merge_heads(attention(q, state)): (T, H, E) → (T, H·E)."""

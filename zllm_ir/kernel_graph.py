@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from typing import Any
@@ -113,6 +113,8 @@ class KernelGraph:
     """One entry point as kernel calls in order. `inputs`, `weights` and `states` are the model graph's;
     `outputs` are its tensors, without the states.
 
+    `joined` are those of the `weights` that aren't the model's: several of these, which lie one after the
+    other in memory.
     `max_tokens` and `max_rows` are the largest T and R that buffers have room for.
     """
 
@@ -125,6 +127,11 @@ class KernelGraph:
     views: Mapping[Value, View]
     max_tokens: int
     max_rows: int
+    joined: Mapping[Value, tuple[Value, ...]] = field(default_factory=dict)
+
+    def parts(self, weight: Value) -> tuple[Value, ...]:
+        """The model's weights that `weight` consists of: itself, unless it is joined."""
+        return self.joined.get(weight, (weight,))
 
     def place(self, value: Value) -> View:
         """The value that owns the memory, and where `value` starts in its rows."""
@@ -150,6 +157,8 @@ def print_kernels(graph: KernelGraph) -> str:
     def reference(value: Value | None) -> str:
         if value is None:
             return "-"
+        if value in graph.joined:
+            return "|".join(map(reference, graph.joined[value]))
         place = graph.place(value)
         offset = f"+{place.offset}" if place.offset else ""
         return f"{'@' if place.base in declared else '%'}{place.base.name}{offset}"

@@ -162,7 +162,6 @@ def weight_bytes_per_token(plan: Plan, vocab: int) -> int:
         return {a.offset for a in launch.args if isinstance(a, Pointer) and a.buffer in weights}
 
     starts = sorted({at for entry in plan.entries for launch in entry.launches for at in offsets(launch)})
-    # Up to the next weight, so with the padding to a page.
     sizes = {start: stop - start for start, stop in zip(starts, [*starts[1:], end], strict=True)}
     total = 0
     for launch in next(entry for entry in plan.entries if entry.name == "decode").launches:

@@ -135,7 +135,8 @@ class Step:
                 continue
             place = next(pointers)
             if value in self.graph.weights:
-                operands.append(bind_weight(value, self.machine.weights[value.name]))
+                parts = [bind_weight(v, self.machine.weights[v.name]) for v in self.graph.parts(value)]
+                operands.append(parts[0] if len(parts) == 1 else np.concatenate([part[:] for part in parts]))
             elif isinstance(operand, KVOperand):
                 operands.append(self._state(operand, place, self.cached + (0 if op.writes else self.tokens)))
             else:

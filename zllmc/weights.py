@@ -32,7 +32,6 @@ Pack = Callable[[PackedLayout, Bytes], Bytes]  # like `pack_rows`
 Piece = tuple[int, Bytes, Callable[[Bytes], Bytes]]
 
 _PACK_ELEMENTS = 1 << 23  # packed at a time by a thread: bounds the memory that packing takes
-_PAGE = 4096
 
 
 def place_weights(
@@ -54,7 +53,7 @@ def place_weights(
             except ZllmcError as error:
                 raise ZllmcError(f"{model.path}: tensor {name}: {error}") from error
         offsets[name] = (end, size)
-        end += -(-size // _PAGE) * _PAGE
+        end += size  # a multiple of a cache line; joined weights have nothing between them
     return offsets, end
 
 

@@ -210,6 +210,38 @@ def test_launches_point_to_control_operands_and_results() -> None:
     assert [launch.kernel for launch in plan.entries[0].launches] == [symbol(n.call) for n in graph.nodes]
 
 
+JOINED = """\
+%0: f32[T, 64] = embedding(@tokens, @table) {'scale': 1.0}
+%1: a8[T, 64] = quantize(%0)
+%2: Q8_0[64, 64] = concat_rows(@gate, @up, -)
+%3: f32[T, 64] = linear(%1, %2, -, -) {'alpha': 1.0}
+return %3
+"""
+
+
+def joined_kernels() -> KernelGraph:
+    header = HEADER + "weight gate: Q8_0[32, 64]\nweight up: Q8_0[32, 64]\n"
+    return lower(parse(header + JOINED), name="prefill", context=100, max_tokens=8, max_rows=2)
+
+
+def test_a_joined_weight_is_its_parts_one_after_the_other() -> None:
+    graph = joined_kernels()
+    names = list(stored_weights([graph]))
+    assert names[names.index("gate") + 1] == "up"
+    assert stored_weights([graph])["up"] == TensorType("Q8_0", (32, 64))
+    assert call(graph, "linear").operands[1] == Operand(TensorType("Q8_0", (64, 64)))
+    assert "(%1, @gate|@up, -, -)" in print_kernels(graph)
+    plan = make_plan({"prefill": graph}, {"table": (0, 4096), "gate": (4096, 2304), "up": (6400, 2304)})
+    assert plan.entries[0].launches[-1].args[2] == Pointer(0, 4096)
+
+
+def test_parts_of_a_joined_weight_that_lie_apart_are_an_error() -> None:
+    with pytest.raises(IRError, match="one after the other"):
+        make_plan(
+            {"prefill": joined_kernels()}, {"table": (0, 4096), "gate": (4096, 2304), "up": (8192, 2304)}
+        )
+
+
 # --- traffic ---------------------------------------------------------------------------------------------
 
 

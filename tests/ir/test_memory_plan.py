@@ -13,7 +13,7 @@ from zllmc.passes.batch import batch
 from zllmc.passes.lower import lower
 from zllmc.passes.memory import ALIGNMENT, Block, assign, plan_memory
 from zllmc.passes.pipeline import run_passes
-from zllmc.passes.plan import kernel_calls, make_plan
+from zllmc.passes.plan import kernel_calls, make_plan, stored_weights
 from zllmc.passes.schedule import Access, Span, barriers, groups
 from zllmc.zllm_ir.graph import Value
 from zllmc.zllm_ir.interpreter import Interpreter, KVState, bind_weight
@@ -102,7 +102,7 @@ def compiled(model: Model, max_tokens: int, max_rows: int) -> tuple[dict[str, Ke
         sizes = (1, 1) if tokens else (max_tokens, max_rows)
         graphs[name] = lower(graph, name=name, context=128, max_tokens=sizes[0], max_rows=sizes[1])
     graphs["batch"] = batch(graphs["decode"], graphs["prefill"], SLOTS)
-    weights = {w.name: (64 * i, 64) for i, w in enumerate(model.graph.weights)}
+    weights = {name: (64 * i, 64) for i, name in enumerate(stored_weights(graphs.values()))}
     return graphs, make_plan(graphs, weights)
 
 
@@ -114,6 +114,8 @@ class Replay:
         self.graphs, self.plan = graphs, plan
         self.entries = {entry.name: entry for entry in plan.entries}
         self.weights = {w: bind_weight(w, model.weights[w.name]) for w in model.graph.weights}
+        for joined, parts in (item for graph in graphs.values() for item in graph.joined.items()):
+            self.weights[joined] = np.concatenate([self.weights[part][:] for part in parts])
         self.states = [{s: KVState.empty(s.type) for s in model.graph.states} for _ in range(SLOTS)]
         self.memory = [
             np.full(0 if b.kind in ("weights", "state") else b.bytes, 0xFF, np.uint8) for b in plan.buffers
@@ -275,20 +277,21 @@ def test_slots_of_a_batch_do_not_wait_for_each_other(conformance: pathlib.Path) 
     assert waits["batch"] == waits["decode"]
 
 
-def test_projections_of_the_same_input_run_together(conformance: pathlib.Path) -> None:
-    model = load_model(conformance / "quants/llama-dense-Q8_0.gguf", context=128)
+def test_projections_of_the_same_input_are_one_launch_or_run_together(conformance: pathlib.Path) -> None:
+    model = load_model(conformance / "quants/gemma3-dense-Q4_K_M.gguf", context=128)
     graphs, plan = compiled(model, max_tokens=64, max_rows=1)
     for entry in plan.entries:
         ops = [node.call.op for node in graphs[entry.name].nodes]
         group = groups([launch.barrier for launch in entry.launches])
-        norm = ops.index("rms_norm_quantize")
-        assert ops[norm + 1 : norm + 4] == ["linear"] * 3
-        assert len(set(group[norm + 1 : norm + 4])) == 1  # q, k, v
-        glu = ops.index("glu_quantize")
-        assert group[glu - 2] == group[glu - 1] < group[glu]  # gate, up
-        # norm, qkv, rope, attention in two steps, output, norm, gate and up, glu, down: each waits once.
+        norms = [i for i, op in enumerate(ops) if op == "rms_norm_quantize"]
+        assert ops[norms[0] + 1 : norms[0] + 3] == ["linear", "rope_table"]  # q, k and v
+        assert ops[norms[1] + 1 : norms[1] + 3] == ["linear", "glu_quantize"]  # gate and up
+        # In the second layer, v has more bits than q and k.
+        assert ops[norms[2] + 1 : norms[2] + 3] == ["linear", "linear"]
+        assert group[norms[2]] < group[norms[2] + 1] == group[norms[2] + 2] < group[norms[2] + 3]
+        # norm, qkv, rope, attention in two steps, output, norm, norm, gate and up, glu, down, norm.
         ends = {"decode": 3, "prefill": 4, "batch": 3}[entry.name]  # embedding, select_rows, norm, head
-        assert group[-1] + 1 == 10 * model.facts.layers + ends
+        assert group[-1] + 1 == 12 * model.facts.layers + ends
 
 
 def test_products_of_many_rows_come_in_pieces(conformance: pathlib.Path) -> None:
@@ -302,7 +305,7 @@ def test_products_of_many_rows_come_in_pieces(conformance: pathlib.Path) -> None
             many = not node.call.results or not node.call.results[0].single_row
             seen.add(launch.pieces)
             assert launch.pieces == (64 if node.call.op == "attention_rows" else rows // 96 * many)
-    assert seen == {0, 1, 2, 64}
+    assert seen == {0, 1, 2, 5, 64}
 
 
 def test_the_residual_stream_stays_in_one_place(conformance: pathlib.Path) -> None:

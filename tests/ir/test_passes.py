@@ -11,6 +11,7 @@ from zllmc.passes.fuse_norm_add import fuse_norm_add
 from zllmc.passes.fuse_quantize import fuse_quantize
 from zllmc.passes.fuse_residual import fuse_residual
 from zllmc.passes.fuse_rope_append import fuse_rope_append
+from zllmc.passes.join_linears import join_linears
 from zllmc.passes.quantize_activations import quantize_activations
 from zllmc.passes.rewrite import eliminate_dead
 from zllmc.passes.specialise import specialise
@@ -34,6 +35,8 @@ weight head_gain: F32[16]
 weight bias: F32[64]
 weight half: F16[64, 64]
 weight packed: Q8_0[64, 64]
+weight packed2: Q8_0[32, 64]
+weight bias2: F32[32]
 state kv: kv.f16[2, 16]
 """
 
@@ -279,6 +282,47 @@ def test_split_count_follows_the_heads_and_the_keys() -> None:
     assert split_count(kv_heads=8, keys=32768) == 4
     assert split_count(kv_heads=64, keys=32768) == 1
     assert split_count(kv_heads=1, keys=100) == 1
+
+
+def test_join_linears_of_one_activation() -> None:
+    graph = graph_of("""\
+        %0: f32[T, 64] = linear(@x, @packed, @bias, -) {'alpha': 1.0}
+        %1: f32[T, 64] = linear(@x, @half, @gain, -) {'alpha': 1.0}
+        %2: f32[T, 32] = linear(@x, @packed2, @bias2, -) {'alpha': 1.0}
+        return %0, %1, %2
+        """)
+    expect(
+        join_linears(graph),
+        """\
+        %0.weight: Q8_0[96, 64] = concat_rows(@packed, @packed2, -)
+        %0.bias: F32[96] = concat_rows(@bias, @bias2, -)
+        %0.rows: f32[T, 96] = linear(@x, %0.weight, %0.bias, -) {'alpha': 1.0}
+        %0: f32[T, 64], %2: f32[T, 32] = split(%0.rows) {'sizes': (64, 32)}
+        %1: f32[T, 64] = linear(@x, @half, @gain, -) {'alpha': 1.0}
+        return %0, %1, %2
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        "f32[T, 32] = linear(@y, @packed2, @bias2, -) {'alpha': 1.0}",
+        "f32[T, 32] = linear(@x, @packed2, -, -) {'alpha': 1.0}",
+        "f32[T, 32] = linear(@x, @packed2, @bias2, @k) {'alpha': 1.0}",
+        "f32[T, 32] = linear(@x, @packed2, @bias2, -) {'alpha': 0.5}",
+        "f32[T, 64] = linear(@x, @packed, @gain, -) {'alpha': 1.0}",  # a weight can't lie in two places
+    ],
+)
+def test_join_linears_only_where_one_kernel_would_do(second: str) -> None:
+    unchanged(
+        join_linears,
+        f"""\
+        %0: f32[T, 64] = linear(@x, @packed, @bias, -) {{'alpha': 1.0}}
+        %1: {second}
+        return %0, %1
+        """,
+    )
 
 
 def test_quantize_activations_once_for_all_that_share_them() -> None:
