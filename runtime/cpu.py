@@ -55,6 +55,7 @@ _INTEGER, _POINTER = 1, 4  # TVMFFITypeIndex: kTVMFFIInt, kTVMFFIOpaquePtr
 _IDLE_SPINS, _BARRIER_SPINS = 8_000, 20_000
 # For each thread: with fewer, a fast one finds none left to take from a slow one, and more cost more.
 _LEAST_PIECES, _MOST_PIECES = 3, 6
+_MOST_THREADS = 1_024  # tens of thousands would take minutes to start, and to stop
 _CROWDED_SPINS = 50  # more threads than processors: the one waited for needs this processor
 
 
@@ -78,6 +79,8 @@ class CpuDevice:
         self.threads = physical_cores() if threads is None else threads
         if self.threads < 1:
             raise ValueError(f"threads is {self.threads}, must be at least 1")
+        if self.threads > _MOST_THREADS:
+            raise ZllmcError(f"{self.threads:,} threads: there may be {_MOST_THREADS:,} at most")
         self._module = load_objects(objects)
         layout = self._function("executor_layout")()
         if layout != _LAYOUT:
@@ -110,7 +113,11 @@ class CpuDevice:
                 name=f"zllmc-{number}",
                 daemon=True,  # else the interpreter would wait for it before it calls the finalizer
             )
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # a limit on processes or memory
+                self._stop()
+                raise ZllmcError(f"the system starts no more than {number} threads") from error
             workers.append(thread)
         if pins and before:
             os.sched_setaffinity(0, {pins[0]})

@@ -406,6 +406,22 @@ def test_pointer_outside_its_buffer_is_refused(device):
 def test_at_least_one_thread(objects):
     with pytest.raises(ValueError, match="threads"):
         CpuDevice(objects, 0)
+    with pytest.raises(ZllmcError, match="at most"):
+        CpuDevice(objects, 100_000)
+
+
+def test_threads_that_the_system_refuses_are_an_error_and_end_those_that_run(objects, monkeypatch):
+    start, before = threading.Thread.start, worker_threads()
+
+    def refuse_the_third(thread: threading.Thread) -> None:
+        if thread.name == "zllmc-3":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_the_third)
+    with pytest.raises(ZllmcError, match="no more than 3 threads"):
+        CpuDevice(objects, 4)
+    assert worker_threads() == before
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
