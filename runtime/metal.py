@@ -124,13 +124,7 @@ class MetalDevice:
     def read(
         self, buffer: DeviceBuffer, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0
     ) -> NDArray[Any]:
-        data = np.empty(shape, dtype)
-        buffer.check(offset, data.nbytes)
-        with self.work():
-            self.wait()
-            _, content = self._memory[buffer.address]
-            data.reshape(-1).view(np.uint8)[:] = content[offset : offset + data.nbytes]
-        return data
+        return self.read_later(buffer, dtype, shape, offset)()
 
     def read_later(
         self, buffer: DeviceBuffer, dtype: DTypeLike, shape: tuple[int, ...], offset: int = 0

@@ -47,14 +47,7 @@ def refuse(thread: T.int32, threads: T.int32, who: T.int32):
     T.evaluate(0)
 
 
-@T.prim_func(s_tir=True)
-def tally(thread: T.int32, threads: T.int32, y: T.handle("int32")):
-    """Adds the number of threads to this thread's element."""
-    Y = T.decl_buffer((N,), "int32", data=y)
-    Y[thread] = Y[thread] + threads
-
-
-KERNELS = {"reverse": reverse, "refuse": refuse, "tally": tally}
+KERNELS = {"reverse": reverse, "refuse": refuse}
 
 
 @pytest.fixture(scope="module")
@@ -138,33 +131,6 @@ def test_launches_without_a_barrier_all_run_before_replay_returns(device):
             values(target)[:] = 0
         recording.replay()
         assert [int(values(target).min()) for target in targets] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("barrier", [True, False])
-@pytest.mark.parametrize("device", [1, 2, 3], indirect=True)
-def test_every_piece_of_a_launch_runs_once_in_each_pass(device, barrier):
-    memory = [allocate(4 * N) for _ in range(4)]
-    asked = [5 * device.threads, 3 * device.threads, 1000, 2]
-    launches = [Launch("tally", (Pointer(i, 0),), barrier, pieces=n) for i, n in enumerate(asked)]
-    recording = record(device, memory, *launches)
-    for _ in range(replays := 500):
-        recording.replay()
-    # No more than six for each thread, and as many as threads where there are few pieces, or one thread.
-    runs = [5 * device.threads, 3 * device.threads, 6 * device.threads, device.threads]
-    for filled, count in zip(memory, runs if device.threads > 1 else [1, 1, 1, 1], strict=True):
-        assert (values(filled)[:count] == replays * count).all()
-        assert not values(filled)[count:].any()
-
-
-@pytest.mark.parametrize("who", [0, 5, 11])
-def test_a_failing_piece_stops_the_pass(device, who):
-    memory = buffers()
-    add = there_and_back(1, 1)
-    broken = record(device, memory, *add, Launch("refuse", (who,), pieces=12), *add)
-    for attempt in range(1, 100):
-        with pytest.raises(KernelError, match="launch 2, kernel refuse"):
-            broken.replay()
-        np.testing.assert_array_equal(values(memory[0]), np.arange(N) + 2 * attempt)
 
 
 def test_an_entry_without_launches_replays(device):
@@ -422,31 +388,6 @@ def test_threads_that_the_system_refuses_are_an_error_and_end_those_that_run(obj
     with pytest.raises(ZllmcError, match="no more than 3 threads"):
         CpuDevice(objects, 4)
     assert worker_threads() == before
-
-
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_executor_is_built_for_other_machines(machine):
-    code = executor_object(llvm_target(f"{machine}-linux-gnu"))
-    assert code[:4] == b"\x7fELF"
-    assert int.from_bytes(code[18:20], "little") == {"x86_64": 62, "aarch64": 183}[machine]
-    for name in (b"run", b"worker", b"stop", b"layout"):
-        assert b"__tvm_ffi_executor_" + name in code
-
-
-def test_executor_names_the_systems_it_knows():
-    with pytest.raises(ValueError, match="riscv64"):
-        executor_object(llvm_target("riscv64-linux-gnu"))
-
-
-def test_code_that_needs_the_tvm_runtime_is_refused():
-    @T.prim_func(s_tir=True)
-    def parallel(x: T.handle("int32")):
-        X = T.decl_buffer((N,), "int32", data=x)
-        for i in T.parallel(N):
-            X[i] = i
-
-    with pytest.raises(ValueError, match="TVMBackendParallelLaunch"):
-        compile_object({"parallel": parallel}, llvm_target("x86_64-linux-gnu"))
 
 
 def test_objects_are_reproducible(objects):
