@@ -136,6 +136,9 @@ def open_artifact(path: Path) -> Artifact:
             )
         manifest = msgspec.convert(head, Manifest)
         _check_machine(path, manifest)
+        for name in manifest.files:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"it names {name} as its own file")
         content = {name: (path / name).read_bytes() for name in manifest.files}
         for name, data in content.items():
             if _digest(data) != manifest.files[name]:

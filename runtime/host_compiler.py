@@ -72,7 +72,7 @@ def compile_library(
             with tempfile.TemporaryDirectory(dir=folder) as name:
                 source, compiled = Path(name) / "source.cpp", Path(name) / "source.o"
                 source.write_text(text)
-                _run([*command, *_FLAGS, *flags, "-c", "-o", compiled, source])
+                _run([*command, *_FLAGS, *flags, "-c", "-o", compiled, source], folder)
                 compiled.replace(output)
 
     with ThreadPoolExecutor(physical_cores()) as pool:
@@ -80,7 +80,7 @@ def compile_library(
     with tempfile.TemporaryDirectory(dir=folder) as name:
         linked = Path(name) / "linked.so"
         # Without `flags`: with those it would ask for libraries of sanitizers.
-        _run([*command, *_LINK, "-o", linked, *objects, "-lm", "-lpthread"])
+        _run([*command, *_LINK, "-o", linked, *objects, "-lm", "-lpthread"], folder)
         linked.replace(library)
     return library
 
@@ -89,8 +89,10 @@ def _digest(parts: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _run(command: list[str | Path]) -> None:
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+def _run(command: list[str | Path], folder: Path) -> None:
+    # Zig keeps what it compiled in the home folder, which a service may have none of.
+    environment = {"ZIG_GLOBAL_CACHE_DIR": str(folder / "zig")} | os.environ
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise CompileError("\n".join(done.stderr.splitlines()[:20]))
 

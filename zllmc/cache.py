@@ -188,7 +188,14 @@ def _compiler_key() -> str:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds an advisory lock on `path`; the system releases it when the process ends, however it does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise ZllmcError(
+            f"compiled models are kept in {path.parent}, which cannot be written: {error.strerror}. "
+            "Name another folder in $ZLLMC_CACHE, or choose one with `zllmc compile MODEL -o FOLDER`."
+        ) from error
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -54,6 +54,16 @@ def test_a_file_that_cannot_be_used_is_one_paragraph_and_exit_code_2(
     assert not (tmp_path / "out.zllm").exists() and cached(cache) == before
 
 
+def test_a_cache_that_cannot_be_made_is_named_with_a_way_out(
+    run: Run, gguf: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ZLLMC_CACHE", str(tmp_path / "file"))
+    done = run("run", gguf, "hi", "--max-tokens", "1")
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert f"{tmp_path}/file/models" in done.err and "ZLLMC_CACHE" in done.err and "-o" in done.err
+
+
 def test_a_bad_file_is_refused_before_the_compiler_is_loaded(tmp_path: pathlib.Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF")
     code = f"""

@@ -86,7 +86,8 @@ def test_a_missing_kernel_and_a_flipped_bit_in_one_are_named(artifact: Path) -> 
         ("vocab", None, "damaged .*vocab"),
         ("vocab", 1 << 80, "damaged"),
         ("files", {}, r"damaged .*plan\.json"),
-        ("files", {"kernels/../../../x": ""}, "damaged"),
+        ("files", {"kernels/../../../x": ""}, "damaged .*its own file"),
+        ("files", {"/etc/hostname": ""}, "damaged .*its own file"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(
