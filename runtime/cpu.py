@@ -50,9 +50,9 @@ _LAUNCH = np.dtype(
 _ARGUMENT = np.dtype([("type", np.int32), ("zero", np.int32), ("value", np.int64)])  # TVMFFIAny
 _INTEGER, _POINTER = 1, 4  # TVMFFITypeIndex: kTVMFFIInt, kTVMFFIOpaquePtr
 
-# One round is some 20 to 60 ns. A worker stays awake through the host's work between two tokens; a barrier is
-# worth waiting for longer, since sleeping there costs a wake-up in the middle of a pass.
-_IDLE_SPINS, _BARRIER_SPINS = 8_000, 20_000
+# One round is some 20 to 60 ns. A worker stays awake through the host's work between two tokens. At a barrier
+# that is not reached within 0.1 ms, a thread waits for one without a processor: perhaps for its own.
+_IDLE_SPINS, _BARRIER_SPINS = 8_000, 2_000
 # For each thread: with fewer, a fast one finds none left to take from a slow one, and more cost more.
 _LEAST_PIECES, _MOST_PIECES = 3, 6
 _MOST_THREADS = 1_024  # tens of thousands would take minutes to start, and to stop
