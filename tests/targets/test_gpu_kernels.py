@@ -1,8 +1,5 @@
-"""Every block format's kernels on emulated GPUs: one definition, checked in every dialect and wave.
-
-All formats run on a GPU with waves of 32 and on one with 64, the latter's threads in reverse order; a format
-of each kind on the others, whose kernels differ in the words of their dialect and in their matrix instruction
-(`test_matrix_linear`).
+"""Every block format's kernels on emulated GPUs: one definition, checked in every dialect and wave, on one
+GPU with its threads in reverse order.
 
 All kernels of a device are compiled at once, which takes the compiler as long as a few of them alone.
 """
@@ -17,7 +14,7 @@ import numpy as np
 import pytest
 
 from activations import a8_rows, seen_by
-from blocks import covering_formats, random_rows
+from blocks import random_rows
 from zllmc import targets
 from zllmc.codegen.gpu import LANES, kernel_source
 from zllmc.codegen.linear_gpu import FEW_ROWS
@@ -33,8 +30,7 @@ ROWS, COLUMNS = 80, 512  # the last group of rows is half a group
 # And the tokens of a prefill, whose last tile of rows is a short one. From 16 on, matrix units are used.
 DEVICES = {"cuda:sm_90": 21, "rocm:gfx1100": 11, "rocm:gfx942": 70, "metal:apple9": 11}
 ENTRIES = ["decode", "prefill"]
-READ = {name: [*FORMATS] if name in ("cuda:sm_90", "rocm:gfx942") else covering_formats() for name in DEVICES}
-CASES = [(name, format) for name in DEVICES for format in READ[name]]
+CASES = [(name, format) for name in DEVICES for format in FORMATS]
 on_devices = pytest.mark.parametrize(("gpu", "format"), CASES, indirect=["gpu"])
 
 
@@ -95,7 +91,7 @@ def gpus(emulator_cache) -> Callable[[str], Gpu]:
         calls = [
             call(format, T if entry == "prefill" else 1)
             for call in (linear_call, embedding_call)
-            for format in READ[name]
+            for format in FORMATS
             for entry in ENTRIES
         ]
         sources = {symbol(call): kernel_source(call, target) for call in calls}
