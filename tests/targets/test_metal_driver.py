@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 
 import metal_double
+from driver_cases import THREADS, X, Y, entry, get, put, step
 from metal_double import Gpu
 from simt_kernels import source
 from zllmc.runtime.device import KernelError
 from zllmc.runtime.metal import MetalDevice
 from zllmc.zllm_ir.errors import ZllmcError
-from zllmc.zllm_ir.plan import EntryPoint, Launch, Pointer
+from zllmc.zllm_ir.plan import Launch, Pointer
 
-THREADS = 128
 FAIL = "kernel void fail(device float* y [[buffer(0)]]) {}"
-X, Y = Pointer(0, 0), Pointer(1, 0)
 
 
 @pytest.fixture
@@ -32,25 +31,6 @@ def open_metal(monkeypatch):
         return MetalDevice(encoded, architecture, subgroup, **options)
 
     return open_metal
-
-
-def put(device, data):
-    array = np.asarray(data, np.float32)
-    buffer = device.allocate(array.nbytes)
-    device.write(buffer, array)
-    return buffer
-
-
-def get(device, buffer):
-    return device.read(buffer, np.float32, (THREADS,))
-
-
-def step(*args, **fields):
-    return Launch("accumulate", args, grid=(1, 1), threads=THREADS, **fields)
-
-
-def entry(*launches, name="decode", max_tokens=8):
-    return EntryPoint(name, max_tokens, 1, launches)
 
 
 WAYS = [(Gpu, {}), (Gpu, {"graphs": False}), (Gpu, {"blocking": True}), (lambda: Gpu(family=8), {})]
