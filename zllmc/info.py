@@ -19,6 +19,8 @@ from zllmc.frontends.model import Model, model_from_gguf, model_from_hf
 from zllmc.frontends.safetensors import read_hf_folder
 from zllmc.frontends.tokenizer import tokenizer_from_gguf, tokenizer_from_hf
 from zllmc.runtime.artifact import Manifest, open_artifact
+from zllmc.support import support
+from zllmc.targets import all_targets
 from zllmc.wording import count, gib, harmless, headline, one_line, table
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.types import KVType
@@ -81,13 +83,10 @@ def describe(path: Path) -> tuple[dict[str, Any], ZllmcError | None]:
 
 def _targets(tensors: Iterable[StoredTensor]) -> dict[str, dict[str, bool]]:
     """For each target, which of the formats of the matrices its kernels read."""
-    from zllmc.support import support  # imports the compiler, which takes longer than all the rest
-    from zllmc.targets.cpu import TARGETS
-
     formats = sorted({tensor.type_name for tensor in tensors if len(tensor.shape) == 2})
     return {
         str(target): {format: support(format, target).default_path for format in formats}
-        for target in TARGETS.values()
+        for target in all_targets()
     }
 
 
@@ -187,10 +186,14 @@ def _print_model(facts: Mapping[str, Any]) -> None:
             + _memory_table(facts["weights_bytes"], facts["kv_bytes_per_token"], facts["trained_context"])
         )
     print("\ntargets")
+    alike: dict[tuple[str, str], list[str]] = {}  # names of targets by kind and what there is to say
     for target, formats in facts["targets"].items():
-        missing = [name for name, supported in formats.items() if not supported]
+        kind, _, name = target.partition(":")
+        missing = [format for format, supported in formats.items() if not supported]
         what = f"no kernel for {', '.join(missing)}" if missing else "kernels for all formats"
-        print(f"  {target}: {what}")
+        alike.setdefault((kind, what), []).append(name)
+    for (kind, what), names in alike.items():
+        print(f"  {kind}:{', '.join(names)}: {what}")
 
 
 def _memory_table(weights: int, kv_bytes: Mapping[str, int], trained: int) -> str:

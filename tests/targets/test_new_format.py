@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -14,8 +17,10 @@ from zllmc.codegen.gpu import kernel_source
 from zllmc.codegen.packing import layout_of, pack_rows
 from zllmc.runtime.cpu import CpuDevice
 from zllmc.runtime.emulator import EmulatedDevice
+from zllmc.support import support
 from zllmc.targets.cpu import CpuTarget, detect
 from zllmc.zllm_ir.block_format import BlockFormat, Field, Float, Plane
+from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.formats import FORMATS, decode
 from zllmc.zllm_ir.fused_ops import _quantize
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand, symbol
@@ -85,3 +90,18 @@ def test_a_description_is_all_that_a_format_takes(name, tokens, emulator_cache, 
 
     expected = _quantize(x).astype(np.float64) @ decode(THREE_BITS, raw).T
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", ["cpu:avx2", "cuda:sm_90"])
+@pytest.mark.parametrize("scale, has_kernels", [("f16", True), ("bf16", False)])
+def test_the_table_of_targets_knows_whether_a_description_gives_kernels(
+    name, scale, has_kernels, monkeypatch
+):
+    format = replace(THREE_BITS, scale=Float(24, scale))
+    monkeypatch.setitem(FORMATS, format.name, format)
+    target = targets.parse(name)
+    found = support(format.name, target)
+    assert (found.kernel, found.default_path, found.parsed) == (has_kernels, has_kernels, False)
+    call = linear_call(T)
+    with nullcontext() if has_kernels else pytest.raises(ZllmcError, match="its scale is bf16"):
+        build_cpu_kernel(call, target) if isinstance(target, CpuTarget) else kernel_source(call, target)
