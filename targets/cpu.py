@@ -14,7 +14,7 @@ class CpuTarget:
     """One instruction-set level of one architecture.
 
     `lanes`: f32 lanes of a vector register. `dot`: how int8 products are summed: `maddubs` (AVX2: u8·i8
-    pairs, saturating in i16), `vnni` (AVX-512 VNNI: u8·i8 quads into i32), `sdot` (Arm dotprod: i8·i8 quads
+    pairs, saturating in i16), `vnni` (AVX-VNNI and AVX-512 VNNI: u8·i8 quads into i32), `sdot` (Arm dotprod: i8·i8 quads
     into i32).
     """
 
@@ -64,6 +64,8 @@ TARGETS = {
             "vnni",
             _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_vnni"},
         ),
+        # Intel's desktop and mobile processors since Alder Lake, which have no AVX-512.
+        CpuTarget("avxvnni", _X86, "x86-64-v3", ("avxvnni",), 8, 16, "vnni", _AVX2 | {"avx_vnni"}),
         CpuTarget("avx2", _X86, "x86-64-v3", (), 8, 16, "maddubs", _AVX2),
         CpuTarget(
             "dotprod",

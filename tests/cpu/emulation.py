@@ -39,7 +39,9 @@ def emulation(target: CpuTarget) -> Iterator[None]:
 
 def _plain(name: str, dtype: str, *operands: Expr) -> Expr:
     match name.removeprefix("llvm."):
-        case "x86.avx512.vpdpbusd.512":
+        case "x86.avx2.pmadd.wd" | "x86.avx2.pshuf.b":  # which the host has
+            return llvm(name, dtype, *operands)
+        case "x86.avx512.vpdpbusd.512" | "x86.avx512.vpdpbusd.256":
             return _quads(*operands, signed=False)
         case "aarch64.neon.sdot.v4i32.v16i8":
             return _quads(*operands, signed=True)
