@@ -14,8 +14,8 @@ class CpuTarget:
     """One instruction-set level of one architecture.
 
     `lanes`: f32 lanes of a vector register. `dot`: how int8 products are summed: `maddubs` (AVX2: u8·i8
-    pairs, saturating in i16), `vnni` (AVX-VNNI and AVX-512 VNNI: u8·i8 quads into i32), `sdot` (Arm dotprod: i8·i8 quads
-    into i32).
+    pairs, saturating in i16), `vnni` (AVX-VNNI and AVX-512 VNNI: u8·i8 quads into i32), `sdot` (Arm dotprod:
+    i8·i8 quads into i32).
     """
 
     name: str
