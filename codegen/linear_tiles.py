@@ -1,4 +1,4 @@
-"""Tiles of a matrix product: a few rows of x against ROW_PAD rows of weights, unpacked into the L1 cache.
+"""Tiles of a matrix product: a few rows of x against a few groups of weights, unpacked into the L1 cache.
 
 What the sums need of a unit of 32 columns is unpacked once for all rows of x. A tile then goes over the units
 with all its sums in registers: a step loads the codes of each group of weight rows once, and an activation,
@@ -20,7 +20,8 @@ from tvm.script.ir_builder import tirx as T
 
 from zllmc.codegen.block_sums import Activations, BlockSums
 from zllmc.codegen.dot import LARGEST_PAIR, Dot
-from zllmc.codegen.packing import ROW_PAD, STEPS, UNIT, PackedLayout
+from zllmc.codegen.packing import STEPS, UNIT, PackedLayout
+from zllmc.codegen.plain_tiles import tile_groups
 from zllmc.codegen.tir import Expr, Memory, Register, bind, bits, broadcast, cast, const, local, serial, when
 
 Sums = list[list[Expr]]  # of each row of x and each group
@@ -76,12 +77,12 @@ class Tiles:
     @property
     def width(self) -> int:
         """Groups of weight rows in a tile."""
-        return ROW_PAD // self.dot.lanes
+        return tile_groups(self.layout)
 
     @property
     def height(self) -> int:
         """Rows of x in a tile, a power of 2."""
-        return 8 if self.width == 1 else 4
+        return min(8, self.dot.registers // (2 * self.width))
 
     def add(
         self,

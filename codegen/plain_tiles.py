@@ -1,4 +1,4 @@
-"""Tiles of a matrix product with plain float weights: a few rows of x against ROW_PAD rows of weights.
+"""Tiles of a matrix product with plain float weights: a few rows of x against a few groups of weight rows.
 
 Some columns of the weights are widened to f32 once for all rows of x. A tile then goes over them with all its
 sums in registers: a column's weights are loaded once for its rows, a value of x once for its groups of weight
@@ -19,6 +19,13 @@ from zllmc.codegen.tir import Expr, Memory, Register, bind, broadcast, local, se
 _WIDENED = 16 * 1024  # bytes of weights: half of the L1 cache
 
 
+def tile_groups(layout: PackedLayout) -> int:
+    """Groups of weight rows in a tile: as many as rows are padded to, and an even number where there is one,
+    as a value of x then serves two."""
+    groups = ROW_PAD // layout.lanes
+    return 2 if groups == 1 and layout.groups % 2 == 0 else groups
+
+
 @dataclass(frozen=True)
 class PlainTiles:
     """The product of rows of x (f32, at `x`) with weights of `layout`."""
@@ -30,7 +37,7 @@ class PlainTiles:
     @property
     def width(self) -> int:
         """Groups of weight rows in a tile."""
-        return ROW_PAD // self.layout.lanes
+        return tile_groups(self.layout)
 
     @property
     def height(self) -> int:

@@ -95,6 +95,12 @@ def test_prefill_rows_with_short_last_tiles(format, target):
     check(format, 32, 512, 15, threads=3, target=target, rng=np.random.default_rng(2))
 
 
+@pytest.mark.parametrize("target", [t for t in RUNNABLE if t.lanes == 16], ids=str)
+@pytest.mark.parametrize("format", ["F16", "Q6_K"])
+def test_an_odd_number_of_groups_is_taken_one_by_one(format, target):
+    check(format, 48, 256, 15, threads=2, target=target, rng=np.random.default_rng(9))
+
+
 @pytest.mark.parametrize(("format", "target"), QUANTIZED, ids=str)
 def test_a_row_gives_the_same_bits_alone_and_among_others(format, target):
     """In every place of a tile, and in the decode entry."""
