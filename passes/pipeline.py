@@ -17,6 +17,7 @@ from zllmc.passes.join_linears import join_linears
 from zllmc.passes.lower import lower
 from zllmc.passes.quantize_activations import quantize_activations
 from zllmc.passes.rewrite import eliminate_dead
+from zllmc.passes.select_early import select_early
 from zllmc.passes.specialise import specialise
 from zllmc.zllm_ir.graph import Graph
 from zllmc.zllm_ir.kernel_graph import KernelGraph, print_kernels
@@ -90,7 +91,8 @@ def run_passes(
     passes: list[tuple[str, Callable[[Graph], Graph]]] = [
         ("input", lambda g: g),
         ("specialise", lambda g: specialise(g, tokens)),
-        # Algebra: fewer ops over the same data.
+        # Algebra: fewer ops over the same data, and fewer rows.
+        ("select_early", select_early),
         ("fold_scales", fold_scales),
         ("fuse_residual", fuse_residual),
         ("fuse_norm_add", fuse_norm_add),

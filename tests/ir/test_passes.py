@@ -1,10 +1,10 @@
 """Each pass by a pair of texts, before and after."""
 
-from collections.abc import Callable
 from textwrap import dedent
 
 import pytest
 
+from graph_texts import HEADER, expect, graph_of, unchanged
 from zllmc.passes.fold_scales import fold_scales
 from zllmc.passes.fuse_attention import fuse_attention, split_count
 from zllmc.passes.fuse_norm_add import fuse_norm_add
@@ -15,48 +15,8 @@ from zllmc.passes.join_linears import join_linears
 from zllmc.passes.quantize_activations import quantize_activations
 from zllmc.passes.rewrite import eliminate_dead
 from zllmc.passes.specialise import specialise
-from zllmc.zllm_ir.graph import Graph
-from zllmc.zllm_ir.text import parse, print_graph
+from zllmc.zllm_ir.text import print_graph
 from zllmc.zllm_ir.verify import verify
-
-HEADER = """\
-graph g
-input tokens: i32[T]
-input first_row: i32[]
-input x: f32[T, 64]
-input y: f32[T, 64]
-input k: f32[T, 32]
-input v: f32[T, 32]
-input cos: f32[T, 8]
-input sin: f32[T, 8]
-weight table: F16[100, 64]
-weight gain: F32[64]
-weight head_gain: F32[16]
-weight bias: F32[64]
-weight half: F16[64, 64]
-weight packed: Q8_0[64, 64]
-weight packed2: Q8_0[32, 64]
-weight bias2: F32[32]
-state kv: kv.f16[2, 16]
-"""
-
-
-def graph_of(lines: str) -> Graph:
-    graph = parse(HEADER + dedent(lines))
-    verify(graph)
-    return graph
-
-
-def expect(result: Graph, lines: str) -> None:
-    """The graph's nodes are these lines, and it obeys the rules of the IR."""
-    verify(result)
-    assert print_graph(result).removeprefix(HEADER) == dedent(lines)
-
-
-def unchanged(run: Callable[[Graph], Graph], lines: str) -> None:
-    graph = graph_of(lines)
-    assert run(graph) == graph
-
 
 # --- golden pairs ----------------------------------------------------------------------------------------
 
