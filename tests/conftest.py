@@ -7,11 +7,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from places import MODELS, SHARED
 
 # A Python that a test starts here would take the folder zllmc/ for the installed package.
 os.environ["PYTHONSAFEPATH"] = "1"
+
+# On a busy machine a test may wait for any time.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

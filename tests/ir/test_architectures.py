@@ -309,7 +309,7 @@ def test_wrong_settings_are_refused(conformance: Path, settings: dict[str, Any],
         load_model(conformance / "archs" / "llama-dense.gguf", **{"context": 8, **settings})
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(["llama", "gemma3", "phi3", "minicpm", "qwen3"]), st.data())
 def test_any_metadata_gives_a_valid_graph_or_an_error_for_the_user(
     conformance: Path, arch: str, data: st.DataObject

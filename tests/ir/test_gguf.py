@@ -79,7 +79,7 @@ def stored_tensors(draw, name):
     st.sampled_from([1, 8, 32, 4096]),
     st.sampled_from([2, 3]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_what_was_written_is_read_back(path, metadata, tensors, alignment, version):
     keys = [key(name, kind, payload) for name, (kind, payload, _) in metadata.items()]
     with read_gguf(write(path, model_of(tensors, keys, alignment=alignment, version=version))) as file:

@@ -362,7 +362,7 @@ edits = st.lists(
 
 
 @given(edits, st.none() | st.floats(0, 1))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_a_damaged_file_reads_or_is_refused(real, path, edits, cut):
     header, size = real
     damaged = bytearray(header)

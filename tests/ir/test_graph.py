@@ -104,14 +104,14 @@ def graphs(draw: st.DrawFn) -> Graph:
     return g.finish(draw(st.sampled_from(values)), *states)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs())
 def test_every_graph_verifies_and_its_text_parses_back(graph: Graph) -> None:
     verify(graph)
     assert parse(print_graph(graph)) == graph
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_damaged_text_is_an_error_that_names_a_line_or_another_graph(data: st.DataObject) -> None:
     text = print_graph(tiny_graph())

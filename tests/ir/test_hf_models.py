@@ -278,7 +278,7 @@ def test_a_folder_s_unknown_tensor_is_named(conformance: Path, tmp_path: Path) -
         load_model(folder, context=256)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_config_gives_a_valid_graph_or_an_error_for_the_user(
     conformance: Path, tmp_path: Path, data: st.DataObject

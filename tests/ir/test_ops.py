@@ -240,7 +240,7 @@ def test_rope_rotates_pairs_of_the_first_dims(style: str) -> None:
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_rotated_products_depend_on_the_distance_only(m: int, n: int) -> None:
     q, k = (np.random.default_rng(i).normal(size=(1, 1, 16)).astype(np.float32) for i in (0, 1))
 
@@ -320,7 +320,7 @@ def naive_attention(
     st.integers(0, 6),
     st.sampled_from([0.0, 2.0]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_attention_against_plain_loops(
     total: int, tokens: int, kv_heads: int, group: int, window: int, cap: float
 ) -> None:

@@ -71,7 +71,7 @@ def stored_tensors(draw):
     st.dictionaries(st.text(max_size=20).filter("__metadata__".__ne__), stored_tensors(), max_size=6),
     st.randoms(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_what_was_written_is_read_back(reused_folder, tensors, order):
     header, data = {"__metadata__": {"format": "pt"}}, b""
     for name, (dtype, shape, raw) in tensors.items():
@@ -318,7 +318,7 @@ whole_file = packed({name: entry("F16", [2, 2], 8 * i, 8 * i + 8) for i, name in
     st.lists(st.tuples(st.integers(0, len(whole_file) - 1), st.integers(0, 255)), min_size=1, max_size=4),
     st.none() | st.integers(0, len(whole_file)),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_damaged_file_reads_or_is_refused(reused_folder, edits, cut):
     damaged = bytearray(whole_file)
     for place, value in edits:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from table_model import BOS, EOS, VOCAB, tokenizer
@@ -121,7 +121,6 @@ SAMPLING = st.builds(
 )
 
 
-@settings(deadline=None)  # up to two hundred passes
 @given(
     seed=st.integers(0, 1 << 20),
     prompt=st.text("abcd ", min_size=1, max_size=60),
