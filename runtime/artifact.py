@@ -5,23 +5,29 @@ plan.json           the execution plan (`zllm_ir.plan`)
 kernels/*.o         relocatable objects, one per kernel, and the executor; on a GPU
                     sources with their prelude.h, and what the driver loads: cubins or code objects
 weights.bin         weights packed for the target
+checksums.json      of the pieces of weights.bin: bytes and CRC-32 of each, in order
 tokenizer.json      for the `tokenizers` library
 tokenizer_facts.json
 chat_template.jinja where the model has one
 
-The manifest has a digest of every file but two: weights.bin, which is too large to be read just for that, and
-the template, which users may change.
+The manifest has a digest of every file but two: the template, which users may change, and weights.bin. To sum
+that up takes as long as to load it, so only `zllmc verify` compares it with its checksums.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from zllmc.runtime.processors import physical_cores
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.host import host_architecture, host_flags
 from zllmc.zllm_ir.matrix_unit import MatrixInstruction
@@ -51,6 +57,13 @@ class Gpu(msgspec.Struct, frozen=True):
     dialect: Literal["cuda", "hip", "metal"]
     subgroup: int
     matrix: tuple[MatrixInstruction, ...]
+
+
+class Checksum(msgspec.Struct, frozen=True, array_like=True):
+    """Of a piece of weights.bin; the pieces follow one another."""
+
+    bytes: int
+    crc32: int
 
 
 # The suffixes of a kernel's source and of what the driver loads.
@@ -157,6 +170,33 @@ def open_artifact(path: Path) -> Artifact:
     except (OSError, ValueError, KeyError, RecursionError, msgspec.MsgspecError) as error:
         raise ArtifactError(f"{path} is damaged ({error}): compile the model again.") from error
     return Artifact(path, manifest, plan, tokenizer, chat)
+
+
+def check_weights(artifact: Artifact) -> None:
+    """Read all of weights.bin and compare it with its checksums. Raises ArtifactError that says which bytes
+    are not what the compiler wrote."""
+    path = artifact.path
+    if "checksums.json" not in artifact.manifest.files:
+        raise ArtifactError(f"{path} is of an older zllmc and has no checksums: compile the model again.")
+    try:
+        pieces = msgspec.json.decode((path / "checksums.json").read_bytes(), type=list[Checksum])
+        ends = list(accumulate(piece.bytes for piece in pieces))
+        if ends != sorted(ends) or ends[-1:] != [artifact.manifest.weights_bytes]:
+            raise ValueError("its checksums are of another weights.bin")
+        with artifact.weights.open("rb", buffering=0) as file:
+
+            def wrong(end: int, piece: Checksum) -> str | None:
+                start = end - piece.bytes
+                is_right = zlib.crc32(os.pread(file.fileno(), piece.bytes, start)) == piece.crc32
+                return None if is_right else f"{start:,} to {end:,}"
+
+            with ThreadPoolExecutor(physical_cores()) as readers:
+                places = list(filter(None, readers.map(wrong, ends, pieces)))
+        if places:
+            more = f" and {len(places) - 1:,} more pieces" if places[1:] else ""
+            raise ValueError(f"weights.bin is not what the compiler wrote in bytes {places[0]}{more}")
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        raise ArtifactError(f"{path} is damaged ({error}): compile the model again.") from error
 
 
 def _digest(data: bytes) -> str:

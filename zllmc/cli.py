@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -253,6 +254,7 @@ def targets(as_json: bool) -> None:
     epilog="""\b
 Examples:
   zllmc verify model.gguf
+  zllmc verify model.zllm                      its files only
   zllmc verify model.zllm --against reference.npz
 """
 )
@@ -290,20 +292,34 @@ def verify(
     context: int | None,
     kv: str | None,
 ) -> None:
-    """Compare every kernel of MODEL and its logits with the reference interpreter.
+    """Check the files of MODEL, and compare every kernel and its logits with the reference interpreter.
 
-    The exit code is 1 if anything is out of tolerance.
+    The exit code is 1 if anything is out of tolerance, 2 if a file is damaged. An artifact needs --source or
+    --against for more than its files.
     """
-    from zllmc.cache import artifact_of, is_artifact
-    from zllmc.terminal import progress_bars
+    from zllmc.cache import cached_artifact, is_artifact
+    from zllmc.runtime.artifact import ArtifactError, check_weights, open_artifact
+    from zllmc.terminal import note, progress_bars
     from zllmc.verify import verify_artifact
 
+    artifact = model
     if not is_artifact(model):
         source = model
-    with progress_bars() as progress:
-        artifact = artifact_of(
-            model, target=target or "cpu", context=context, kv=kv or "f16", progress=progress
-        )
+        with progress_bars() as progress:
+            cached = partial(
+                cached_artifact,
+                model,
+                target=target or "cpu",
+                context=context,
+                kv=kv or "f16",
+                progress=progress,
+            )
+            artifact = cached()
+            try:
+                check_weights(open_artifact(artifact))
+            except ArtifactError as error:
+                note(f"{error} It is in the cache, so this is done now.")
+                artifact = cached(replace=True)
     passed = verify_artifact(
         artifact,
         source=source,

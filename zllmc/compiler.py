@@ -112,9 +112,10 @@ def compile_model(
                 for name, code in built.items():
                     (folder / "kernels" / f"{name}.o").write_bytes(code)
             packers = load_packers(packing, objects)
-            write_weights(
+            checksums = write_weights(
                 folder / "weights.bin", source, stored, offsets, weights_bytes, device, packers, progress
             )
+            (folder / "checksums.json").write_bytes(msgspec.json.encode(checksums))
             plan = planned.result()
             if isinstance(device, GpuTarget):
                 plan = _write_gpu_kernels(folder / "kernels", built, plan, device)

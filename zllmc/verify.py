@@ -1,4 +1,4 @@
-"""`zllmc verify`: every kernel of an artifact, and its logits, against the reference interpreter.
+"""`zllmc verify`: an artifact's files against their checksums, its kernels and logits against a reference.
 
 Kernels are checked where they will run: each launch of a real pass is replayed alone, on what earlier kernels
 left in memory. The op's numpy reference gets the same operands, read back from that memory, so errors don't
@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zllmc.runtime.artifact import Artifact, Manifest, open_artifact
+from zllmc.runtime.artifact import Artifact, Manifest, check_weights, open_artifact
 from zllmc.runtime.devices import Mode
 from zllmc.runtime.engine import Engine
 from zllmc.single_step import Machine, Step
-from zllmc.wording import table
+from zllmc.wording import gib, one_line, table
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.kernel_graph import KVOperand
 
@@ -61,12 +61,14 @@ def verify_artifact(
     device: Mode | None = None,
     as_json: bool = False,
 ) -> bool:
-    """Prints all comparisons; whether all are within tolerance.
+    """Prints all comparisons; whether all are within tolerance. Raises ArtifactError for a damaged file.
 
     `source` is the model that the artifact was compiled from, which the interpreter runs; without it only
-    `against`, a file with `tokens` (n,) and `logits` (n, vocab), can be compared with.
+    `against`, a file with `tokens` (n,) and `logits` (n, vocab), can be compared with. Without either, only
+    the files are checked.
     """
     opened = open_artifact(artifact)
+    check_weights(opened)
     kernels: list[Comparison] = []
     whole: list[Comparison] = []
     usual = logits_tolerance(opened.manifest)
@@ -78,11 +80,6 @@ def verify_artifact(
     if against is not None:
         ids, expected = read_reference(against, opened.manifest)
         check(against.name, ids, expected, tolerance or usual)
-    elif source is None:
-        raise ZllmcError(
-            f"{artifact}: name the model that it was compiled from ({opened.manifest.source.file}) with "
-            "--source, or logits to compare with with --against."
-        )
     if source is not None:
         ids = np.random.default_rng(0).integers(0, opened.manifest.vocab, tokens).tolist()
         kernels = list(check_kernels(opened, source, ids, threads, device))
@@ -93,9 +90,16 @@ def verify_artifact(
     passed = all(comparison.passed for comparison in kernels + whole)
     if as_json:
         parts = {"kernels": kernels, "logits": whole}
-        print(json.dumps({"passed": passed} | {k: [_plain(c) for c in v] for k, v in parts.items()}))
+        facts = {"passed": passed, "weights_bytes": opened.manifest.weights_bytes}
+        print(json.dumps(facts | {k: [_plain(c) for c in v] for k, v in parts.items()}))
     else:
+        print(f"files: as the compiler wrote them, with {gib(opened.manifest.weights_bytes)} of weights\n")
         _print(kernels, whole)
+        if source is None and against is None:
+            print(
+                f"To check kernels and logits, name the model that this was compiled from "
+                f"({one_line(opened.manifest.source.file)}) with --source, or logits with --against."
+            )
         print("passed" if passed else "FAILED")
     return passed
 

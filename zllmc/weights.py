@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
@@ -17,6 +18,7 @@ import numpy as np
 from zllmc.codegen.build import Job
 from zllmc.codegen.packing import ROW_PAD, PackedLayout, layout_of, pack_call, pack_rows
 from zllmc.frontends.model import Model
+from zllmc.runtime.artifact import Checksum
 from zllmc.runtime.cpu import load_objects, native_function
 from zllmc.runtime.processors import physical_cores
 from zllmc.targets import Target
@@ -97,13 +99,14 @@ def write_weights(
     device: Target,
     packers: Mapping[str, Pack],
     progress: Progress,
-) -> None:
-    """Pack all weights into `path`, on all cores, a piece at a time on each.
+) -> list[Checksum]:
+    """Pack all weights into `path`, on all cores, a piece at a time on each; the checksums of the pieces.
 
     `offsets` and `size` are those of `place_weights`. A format that has no packer is packed in numpy.
     """
     total = sum(size for _, size in offsets.values())
     done = 0
+    checksums = {}
     with path.open("wb") as file:
         file.truncate(size)
         pool = ThreadPoolExecutor(physical_cores())
@@ -116,21 +119,24 @@ def write_weights(
                 )
             ]
             for future in as_completed(writing):
-                done += future.result()
+                start, checksum = future.result()
+                checksums[start] = checksum
+                done += checksum.bytes
                 progress("weights", done, total)
         finally:
             pool.shutdown(cancel_futures=True)
+    return [checksums[start] for start in sorted(checksums)]
 
 
-def _write(file: int, offset: int, raw: Bytes, make: Callable[[Bytes], Bytes]) -> int:
-    """Write a piece in its place; returns its size."""
+def _write(file: int, start: int, raw: Bytes, make: Callable[[Bytes], Bytes]) -> tuple[int, Checksum]:
+    """Write a piece in its place, and say what should now be there."""
     data = make(raw)
     _unmap(raw)
-    left = data.data.cast("B")
+    left, offset = data.data.cast("B"), start
     while left:
         count = os.pwrite(file, left, offset)
         left, offset = left[count:], offset + count
-    return data.nbytes
+    return start, Checksum(data.nbytes, zlib.crc32(data.data))
 
 
 def _unmap(raw: Bytes) -> None:

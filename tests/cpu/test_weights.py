@@ -3,7 +3,9 @@
 import mmap
 import pathlib
 import re
+import zlib
 from collections.abc import Mapping
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -34,10 +36,15 @@ def test_kernels_of_this_machine_pack_for_every_target_what_numpy_does(
 
     def packed(packers: Mapping[str, Pack]) -> bytes:
         path = tmp_path / "weights.bin"
-        write_weights(
+        checksums = write_weights(
             path, model, stored, offsets, size, device, packers, lambda _, done, total: seen.append(done)
         )
-        return path.read_bytes()
+        data = path.read_bytes()
+        ends = list(accumulate(checksum.bytes for checksum in checksums))
+        assert ends[-1] == size
+        pieces = [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        assert [zlib.crc32(piece) for piece in pieces] == [checksum.crc32 for checksum in checksums]
+        return data
 
     by_kernels = packed(load_packers(jobs, objects))
     assert len(by_kernels) == size

@@ -1,10 +1,12 @@
 """info, targets, verify and bench."""
 
 import json
+import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 
 import zllmc
 from processes import Run
+from zllmc.runtime.artifact import digests
 from zllmc.targets import all_targets
 from zllmc.zllm_ir.formats import FORMATS
 
@@ -99,11 +102,37 @@ def test_verify_finds_a_wrong_weight(
     run: Run, artifact: pathlib.Path, gguf: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     broken = shutil.copytree(artifact, tmp_path / "broken.zllm")
-    with (broken / "weights.bin").open("r+b") as file:
-        file.seek(3)  # the exponent of the first element
-        file.write(b"\x45")
+    weights = bytearray((broken / "weights.bin").read_bytes())
+    weights[3] = 0x45  # the exponent of the first element
+    (broken / "weights.bin").write_bytes(weights)
+    done = run("verify", broken)
+    assert done.code == 2 and "weights.bin is not what the compiler wrote in bytes 0 to " in done.err
+
+    # What a compiler that is wrong would write, with the checksums of that.
+    (broken / "checksums.json").write_text(json.dumps([[len(weights), zlib.crc32(weights)]]))
+    manifest = json.loads((broken / "manifest.json").read_bytes())
+    (broken / "manifest.json").write_text(json.dumps(manifest | {"files": digests(broken)}))
     done = run("verify", broken, "--source", gguf)
     assert done.code == 1 and "OUT OF TOLERANCE" in done.out and "FAILED" in done.out
+
+
+def test_verify_checks_at_least_the_files(run: Run, artifact: pathlib.Path) -> None:
+    done = run("verify", artifact)
+    assert done.code == 0 and "as the compiler wrote them" in done.out and "--source" in done.out
+
+
+def test_verify_compiles_a_damaged_model_in_the_cache_again(
+    run: Run, gguf: pathlib.Path, cache: pathlib.Path
+) -> None:
+    os.utime(gguf, (4, 4))
+    before = set(cache.glob("models/*.zllm"))
+    assert run("verify", gguf, "--context", "100").code == 0
+    (entry,) = set(cache.glob("models/*.zllm")) - before
+    with (entry / "weights.bin").open("r+b") as file:
+        file.write(b"damage")
+    done = run("verify", gguf, "--context", "100")
+    assert done.code == 0 and f"{entry} is damaged" in done.err
+    assert run("verify", gguf, "--context", "100").err == ""
 
 
 def test_verify_finds_wrong_logits(run: Run, artifact: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -118,8 +147,8 @@ def test_verify_refuses_what_it_cannot_compare(
 ) -> None:
     np.savez(tmp_path / "odd.npz", tokens=np.zeros(3, np.int32), logits=np.zeros((3, 7), np.float32))
     (tmp_path / "bad.npz").write_bytes(b"no zip")
-    for options in (["--against", tmp_path / "odd.npz"], ["--against", tmp_path / "bad.npz"], []):
-        done = run("verify", artifact, *options)
+    for wrong in "odd.npz", "bad.npz":
+        done = run("verify", artifact, "--against", tmp_path / wrong)
         assert done.code == 2 and done.err.count("\n") == 1
 
 

@@ -20,7 +20,7 @@ from gguf_writer import F32, STRING, U32, key, model, scalar, string, tensor_inf
 from models import DENSE, open_file
 from zllmc.cli import main
 from zllmc.frontends.gguf import read_gguf
-from zllmc.runtime.artifact import FORMAT_VERSION, ArtifactError, digests
+from zllmc.runtime.artifact import FORMAT_VERSION, ArtifactError, check_weights, digests, open_artifact
 from zllmc.runtime.engine import Engine
 from zllmc.zllm_ir.errors import ZllmcError
 
@@ -70,6 +70,39 @@ def test_a_missing_kernel_and_a_flipped_bit_in_one_are_named(artifact: Path) -> 
     refused(artifact, f"damaged .*{kernel.name} is not what the compiler wrote")
     kernel.unlink()
     refused(artifact, f"damaged .*{kernel.name}")
+
+
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.7, 1.0])
+def test_a_flipped_bit_anywhere_in_the_weights_is_found_where_it_is(artifact: Path, place: float) -> None:
+    check_weights(open_artifact(artifact))
+    data = bytearray((artifact / "weights.bin").read_bytes())
+    flipped = int(place * (len(data) - 1))
+    data[flipped] ^= 1
+    (artifact / "weights.bin").write_bytes(data)
+    with pytest.raises(ArtifactError, match=r"damaged .*weights\.bin") as raised:
+        check_weights(open_artifact(artifact))
+    found = re.search(r"in bytes ([\d,]+) to ([\d,]+)\)", str(raised.value))
+    assert found
+    start, end = (int(number.replace(",", "")) for number in found.groups())
+    assert start <= flipped < end
+
+
+@pytest.mark.parametrize("checksums", ["[]", "[[-4,0],[{0},0]]", "[[7,0]]", "[[{0}]]", "{{}}"])
+def test_checksums_that_do_not_fit_the_weights_are_refused(artifact: Path, checksums: str) -> None:
+    size = (artifact / "weights.bin").stat().st_size
+    (artifact / "checksums.json").write_text(checksums.format(size + 4 * ("-4" in checksums)))
+    manifest = json.loads((artifact / "manifest.json").read_bytes())
+    (artifact / "manifest.json").write_text(json.dumps(manifest | {"files": digests(artifact)}))
+    with pytest.raises(ArtifactError, match=r"damaged"):
+        check_weights(open_artifact(artifact))
+
+
+def test_weights_without_checksums_are_not_taken_for_whole(artifact: Path) -> None:
+    (artifact / "checksums.json").unlink()
+    manifest = json.loads((artifact / "manifest.json").read_bytes())
+    (artifact / "manifest.json").write_text(json.dumps(manifest | {"files": digests(artifact)}))
+    with pytest.raises(ArtifactError, match="has no checksums: compile the model again"):
+        check_weights(open_artifact(artifact))
 
 
 @pytest.mark.parametrize(
