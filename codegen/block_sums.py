@@ -11,6 +11,7 @@ Without sub-scales, d and m are multiplied with every unit. All that stands befo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from zllmc.codegen.dot import Dot, broadcast_pair, broadcast_step, load_i32
 from zllmc.codegen.grid_codes import load_scale
@@ -99,12 +100,19 @@ class BlockSums:
         self.layout, self.dot, self.record = layout, dot, record
         self.x = Activations(layout, dot, x)
         self._scales = record.from_(const(layout.code_bytes, "int64"))
+        self._indices = dot.row_indices(layout, record)
 
     # -- what the weights are made of ----------------------------------------------------------------------
 
+    def prepare(self, block: Expr) -> None:
+        """Before the `steps` of the units of this block."""
+        if self._indices:
+            self._indices.prepare(block)
+
     def steps(self, unit: Expr) -> list[Expr]:
         """The unit's codes, straight from the packed bytes."""
-        raw = self.dot.code_steps(self.layout, self.record, bind(unit * self.layout.unit_bytes))
+        rows = partial(self._indices.of, unit) if self._indices else None
+        raw = self.dot.code_steps(self.layout, self.record, bind(unit * self.layout.unit_bytes), rows)
         return [self.dot.values(self.layout, step) for step in raw]
 
     @property
@@ -230,6 +238,7 @@ class BlockSums:
         with serial(begin, end) as block:
             scaled = [Register("float32", lanes, zero) for _ in rows]
             minima = [Register("float32", lanes, zero) for _ in rows] if fmt.minimum else []
+            self.prepare(block)
             with serial(0, fmt.block // UNIT) as u:
                 unit = bind(block * (fmt.block // UNIT) + u)
                 sums = self._sub_sums(steps, rows, unit)

@@ -6,12 +6,12 @@ i32 lane: AVX2 has pairs of u8·i8 that saturate in i16, VNNI quads of u8·i8, A
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
-from zllmc.codegen.grid_codes import bit_field, grid_steps
+from zllmc.codegen.grid_codes import RowIndices, bit_field, grid_steps
 from zllmc.codegen.packing import STEPS, PackedLayout
 from zllmc.codegen.tir import Expr, Memory, bind, bits, broadcast, cast, const, llvm
 from zllmc.targets.vector import VectorTarget
@@ -33,11 +33,17 @@ class Dot:
 
     # -- codes ---------------------------------------------------------------------------------------------
 
-    def code_steps(self, layout: PackedLayout, codes: Memory, at: Expr) -> list[Expr]:
+    def code_steps(
+        self,
+        layout: PackedLayout,
+        codes: Memory,
+        at: Expr,
+        rows: Callable[[int], Sequence[Expr]] | None = None,
+    ) -> list[Expr]:
         """The unit's 8 vectors of codes, as u8 bits, from its bytes at `at`; the weights' integers are these
-        less the codes' `zero`, which a grid with signs and a table have none of."""
+        less the codes' `zero`, which a grid with signs and a table have none of. `rows`: see `grid_steps`."""
         if isinstance(layout.codes, Grid):
-            return grid_steps(layout, layout.codes, codes, at)
+            return grid_steps(layout, layout.codes, codes, at, rows)
         steps: list[Expr] = [None] * STEPS
         below = 0  # bits of the planes so far
         for plane in layout.plane_bits:
@@ -67,6 +73,12 @@ class Dot:
             bind(bits(T.Shuffle([words], [*range(i, run * self.lanes, run)]), f"uint8x{size}"))
             for i in range(run)
         ]
+
+    def row_indices(self, layout: PackedLayout, codes: Memory) -> RowIndices | None:
+        """Of a grid's codes, where a processor has no fast loads from a vector of addresses."""
+        if self._gpu or not isinstance(layout.codes, Grid):
+            return None
+        return RowIndices(layout, layout.codes, codes)
 
     def values(self, layout: PackedLayout, step: Expr) -> Expr:
         """A step's codes as the dot product wants them; see `offset` for what they exceed the weights by."""

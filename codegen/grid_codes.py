@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
 
-from zllmc.codegen.packing import STEPS, PackedLayout
-from zllmc.codegen.tir import Expr, Memory, bind, bits, cast, const, lanes_of
+from zllmc.codegen.packing import STEPS, UNIT, PackedLayout
+from zllmc.codegen.tir import Expr, Memory, bind, bits, cast, const, lanes_of, local, serial
 from zllmc.zllm_ir.block_format import Float, Grid
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.grids import book
@@ -26,41 +28,121 @@ def bit_field(vector: Expr, start: int, width: int, to: int) -> Expr:
     return vector & const(((1 << width) - 1) << to, "uint8", size)
 
 
-def grid_steps(layout: PackedLayout, grid: Grid, unit: Memory, at: Expr) -> list[Expr]:
-    """The 8 vectors of codes of the unit at byte `at`: every row's indices pick 4 codes at a time."""
+def grid_steps(
+    layout: PackedLayout,
+    grid: Grid,
+    unit: Memory,
+    at: Expr,
+    rows: Callable[[int], Sequence[Expr]] | None = None,
+) -> list[Expr]:
+    """The 8 vectors of codes of the unit at byte `at`: every row's indices pick 4 or 8 codes at a time.
+
+    `rows(i)` gives index i of each row, see `RowIndices.of`; without it they are taken out of vectors."""
     lanes = layout.lanes
     size = 4 * lanes
-    high = None
-    if layout.high_bytes:
-        raw = unit.load(at + layout.indices * lanes, layout.high_bytes * lanes)
-        high = bind(cast(bits(raw, f"uint{8 * layout.high_bytes}x{lanes}"), "int32"))
+    high = _high_bits(layout, unit, at, "int32")
     signs = None if grid.signs is None else bind(unit.load(at + layout.planes_offset, size))
-
-    def bits_above(index: int, start: int, width: int) -> Expr:
-        by = const(index * layout.high_bits + start, "int32", lanes)
-        return high >> by & const((1 << width) - 1, "int32", lanes)
-
     steps: list[Expr] = []
     words = STEPS // layout.indices  # of 4 codes in a vector of the code book
-    # Each word from its own address, so that a row's index is taken out of its register once.
     table = _table(grid)
-    tables = [table.from_(const(word, "int64")) for word in range(words)]
     for i in range(layout.indices):
-        index = cast(unit.load(at + i * lanes, lanes), "int32")
-        if grid.index.bits > 8:
-            index = index | bits_above(i, 0, grid.index.bits - 8) << const(8, "int32", lanes)
-        first = bind(index * const(words, "int32", lanes))
-        for words_at in tables:
-            codes = words_at.load(first)
-            if grid.shift is not None:  # the codes are larger than any shift: no byte borrows from the next
-                shift = bits_above(i, grid.index.bits - 8, 1)
-                codes = codes - shift * const(grid.shift.step * 0x01010101, "int32", lanes)
-            codes = bits(codes, f"uint8x{size}")
+        shift = None
+        if grid.shift is not None:  # the codes are larger than any shift: no byte borrows from the next
+            shift = _bits_above(layout, high, i, grid.index.bits - 8, 1)
+            shift = bind(shift * const(grid.shift.step * 0x01010101, "int32", lanes))
+        if rows is None:
+            vectors = _gathered(table, _index(layout, grid, unit, at, high, i), words)
+        else:
+            vectors = _picked(table, rows(i), words)
+        for codes in vectors:
+            codes = bits(codes if shift is None else codes - shift, f"uint8x{size}")
             if signs is not None:
                 minus = bind(const(0, "uint8", size) - bit_field(signs, len(steps), 1, 0))
                 codes = (codes ^ minus) - minus
             steps.append(bind(codes))
     return steps
+
+
+class RowIndices:
+    """The indices of each row of a group, for processors that load from one address at a time.
+
+    Those of 8 bits are read from the packed bytes. Larger ones are put together for a whole block, in memory:
+    to take them out of vectors costs more, and what has just been stored as a vector is slow to load.
+    """
+
+    def __init__(self, layout: PackedLayout, grid: Grid, codes: Memory) -> None:
+        self._layout, self._grid, self._codes = layout, grid, codes
+        self._units = layout.format.block // UNIT
+        if layout.high_bytes:
+            self._indices = local("uint16", self._units * layout.indices * layout.lanes)
+
+    def prepare(self, block: Expr) -> None:
+        """Before `of` is asked for units of this block."""
+        layout = self._layout
+        if not layout.high_bytes:
+            return
+        with serial(0, self._units) as u:
+            at = bind((block * self._units + u) * layout.unit_bytes)
+            high = _high_bits(layout, self._codes, at, "uint16")
+            for i in range(layout.indices):
+                index = _index(layout, self._grid, self._codes, at, high, i)
+                self._indices.store((u * layout.indices + i) * layout.lanes, index)
+
+    def of(self, unit: Expr, i: int) -> list[Expr]:
+        """Index i of every row in this unit."""
+        layout = self._layout
+        memory, at = self._codes, unit * layout.unit_bytes + i * layout.lanes
+        if layout.high_bytes:
+            u = T.bitwise_and(unit, self._units - 1)
+            memory, at = self._indices, (u * layout.indices + i) * layout.lanes
+        return [cast(memory.load(at + row), "int32") for row in range(layout.lanes)]
+
+
+def _high_bits(layout: PackedLayout, unit: Memory, at: Expr, dtype: str) -> Expr | None:
+    """Of each row, the bits above 8 of all indices."""
+    if not layout.high_bytes:
+        return None
+    raw = unit.load(at + layout.indices * layout.lanes, layout.high_bytes * layout.lanes)
+    return bind(cast(bits(raw, f"uint{8 * layout.high_bytes}x{layout.lanes}"), dtype))
+
+
+def _bits_above(layout: PackedLayout, high: Expr, index: int, start: int, width: int) -> Expr:
+    """`width` of the high bits of an index from bit 8 + `start` on."""
+    dtype, lanes = str(high.ty.dtype).split("x")[0], layout.lanes
+    by = const(index * layout.high_bits + start, dtype, lanes)
+    return high >> by & const((1 << width) - 1, dtype, lanes)
+
+
+def _index(layout: PackedLayout, grid: Grid, unit: Memory, at: Expr, high: Expr | None, i: int) -> Expr:
+    """Index i of every row, in a vector of the type of `high`."""
+    dtype = "int32" if high is None else str(high.ty.dtype).split("x")[0]
+    index = cast(unit.load(at + i * layout.lanes, layout.lanes), dtype)
+    if high is None:
+        return index
+    return index | _bits_above(layout, high, i, 0, grid.index.bits - 8) << const(8, dtype, layout.lanes)
+
+
+def _gathered(table: Memory, index: Expr, words: int) -> list[Expr]:
+    """The words of the code book's vectors that a vector of indices names."""
+    first = bind(index * const(words, "int32", lanes_of(index)))
+    # Each word from its own address, so that a row's index is taken out of its register once.
+    return [table.from_(const(word, "int64")).load(first) for word in range(words)]
+
+
+def _picked(table: Memory, rows: Sequence[Expr], words: int) -> list[Expr]:
+    """The same of an index for each row. Two words of a row are loaded together, then parted."""
+    lanes = len(rows)
+    if words == 1:
+        return [T.Shuffle([table.load(row) for row in rows], list(range(lanes)))]
+    entries = table.view("int64")
+    # Of four rows, two go to the same 128 bits of either vector: one instruction parts these.
+    orders = [[row for row in range(lanes) if row % 4 // 2 == half] for half in range(2)]
+    halves = []
+    for order in orders:
+        pairs = bind(T.Shuffle([entries.load(rows[row]) for row in order], list(range(lanes // 2))))
+        halves.append(bits(pairs, f"int32x{lanes}"))
+    places = {row: 2 * i for i, row in enumerate(orders[0] + orders[1])}
+    return [bind(T.Shuffle(halves, [places[row] + word for row in range(lanes)])) for word in range(2)]
 
 
 def _table(grid: Grid) -> Memory:

@@ -112,10 +112,14 @@ class Tiles:
         with serial(0, -(-blocks // piece)) as p:
             begin = bind(p * piece)
             end = bind(T.min(begin + piece, blocks))
-            with serial(0, (end - begin) * units) as u:
-                unit = bind(begin * units + u)
-                for g, group in enumerate(weights):
-                    vectors.store(bind(u * vectors.stride), g, self._unpacked(group, unit))
+            with serial(begin, end) as block:
+                for group in weights:
+                    group.prepare(block)
+                with serial(0, units) as u:
+                    unit = bind(block * units + u)
+                    slot = bind((unit - begin * units) * vectors.stride)
+                    for g, group in enumerate(weights):
+                        vectors.store(slot, g, self._unpacked(group, unit))
             with serial(0, T.truncdiv(count, self.height)) as t:
                 tile(bind(t * self.height), self.height, begin, end)
             rows = self.height
