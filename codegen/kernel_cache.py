@@ -18,6 +18,7 @@ from pathlib import Path
 
 from zllmc.targets.cpu import CpuTarget
 from zllmc.targets.gpu import GpuTarget
+from zllmc.zllm_ir.errors import room_to_write
 from zllmc.zllm_ir.kernel_graph import KernelCall
 
 EXECUTOR = KernelCall("executor", (), (), ())  # stands for the executor, which is not called by kernel graphs
@@ -48,16 +49,17 @@ class KernelCache:
         """Store an object. It appears whole or not at all, also if the process is killed."""
         if self._folder is None:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self._folder, prefix="tmp", delete=False) as file:
-            try:
-                file.write(hashlib.sha256(code).digest() + code)
-                file.flush()
-                os.replace(file.name, self._folder / _name(call, target))
-            except BaseException:
-                with suppress(FileNotFoundError):
-                    os.unlink(file.name)
-                raise
+        with room_to_write(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._folder, prefix="tmp", delete=False) as file:
+                try:
+                    file.write(hashlib.sha256(code).digest() + code)
+                    file.flush()
+                    os.replace(file.name, self._folder / _name(call, target))
+                except BaseException:
+                    with suppress(FileNotFoundError):
+                        os.unlink(file.name)
+                    raise
 
     def sweep(self) -> None:
         """Remove what killed writers have left."""

@@ -6,6 +6,7 @@ compiler.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shlex
@@ -19,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from zllmc.runtime.processors import physical_cores
-from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.errors import ZllmcError, room_to_write
 
 # Zig has checks by default, and links functions of its own for them: none but those that are asked for.
 _FLAGS = ["-std=c++17", "-fPIC", "-w", "-fno-exceptions", "-fno-stack-protector", "-U_FORTIFY_SOURCE"]
@@ -27,6 +28,7 @@ _FLAGS += ["-fno-sanitize=all"]
 _LINK = ["-shared", "-fno-sanitize=all"]
 if sys.platform == "darwin":
     _LINK += ["-undefined", "dynamic_lookup"]  # as elsewhere by default
+_LEAST_SPACE = 1 << 20  # bytes without which it is no wonder that a compiler fails
 
 
 class CompileError(Exception):
@@ -65,23 +67,24 @@ def compile_library(
     if library.exists():
         return library
     command = find_compiler()
-    folder.mkdir(parents=True, exist_ok=True)
+    with room_to_write(folder):
+        folder.mkdir(parents=True, exist_ok=True)
 
-    def compile(text: str, output: Path) -> None:
-        if not output.exists():
-            with tempfile.TemporaryDirectory(dir=folder) as name:
-                source, compiled = Path(name) / "source.cpp", Path(name) / "source.o"
-                source.write_text(text)
-                _run([*command, *_FLAGS, *flags, "-c", "-o", compiled, source], folder)
-                compiled.replace(output)
+        def compile(text: str, output: Path) -> None:
+            if not output.exists():
+                with tempfile.TemporaryDirectory(dir=folder) as name:
+                    source, compiled = Path(name) / "source.cpp", Path(name) / "source.o"
+                    source.write_text(text)
+                    _run([*command, *_FLAGS, *flags, "-c", "-o", compiled, source], folder)
+                    compiled.replace(output)
 
-    with ThreadPoolExecutor(physical_cores()) as pool:
-        list(pool.map(compile, texts, objects))
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        linked = Path(name) / "linked.so"
-        # Without `flags`: with those it would ask for libraries of sanitizers.
-        _run([*command, *_LINK, "-o", linked, *objects, "-lm", "-lpthread"], folder)
-        linked.replace(library)
+        with ThreadPoolExecutor(physical_cores()) as pool:
+            list(pool.map(compile, texts, objects))
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            linked = Path(name) / "linked.so"
+            # Without `flags`: with those it would ask for libraries of sanitizers.
+            _run([*command, *_LINK, "-o", linked, *objects, "-lm", "-lpthread"], folder)
+            linked.replace(library)
     return library
 
 
@@ -94,6 +97,8 @@ def _run(command: list[str | Path], folder: Path) -> None:
     environment = {"ZIG_GLOBAL_CACHE_DIR": str(folder / "zig")} | os.environ
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
     if done.returncode:
+        if shutil.disk_usage(folder).free < _LEAST_SPACE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         raise CompileError("\n".join(done.stderr.splitlines()[:20]))
 
 

@@ -40,7 +40,7 @@ from zllmc.targets import Target
 from zllmc.targets.cpu import CpuTarget
 from zllmc.targets.gpu import GpuTarget
 from zllmc.weights import Progress, load_packers, pack_jobs, place_weights, write_weights
-from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.errors import ZllmcError, room_to_write
 from zllmc.zllm_ir.gpu_kernel import GpuKernel
 from zllmc.zllm_ir.kernel_graph import KEY_BLOCK
 from zllmc.zllm_ir.plan import Launch, Plan
@@ -77,15 +77,16 @@ def compile_model(
             context = source.facts.trained_context
             source = load_model(model, context=context, kv=kv)
         capacity = -(-(context or DEFAULT_CONTEXT) // KEY_BLOCK) * KEY_BLOCK
-        graphs = lower_entries(
-            source.graph,
-            context=capacity,
-            max_batch=max_batch,
-            pieces=attention_parts(device),
-            chooses=isinstance(device, GpuTarget),
-            dump=dump_ir,
-            check=verify,
-        )
+        with room_to_write(dump_ir or Path(output)):
+            graphs = lower_entries(
+                source.graph,
+                context=capacity,
+                max_batch=max_batch,
+                pieces=attention_parts(device),
+                chooses=isinstance(device, GpuTarget),
+                dump=dump_ir,
+                check=verify,
+            )
         calls = kernel_calls(graphs.values())
         stored = stored_weights(graphs.values())
         offsets, weights_bytes = place_weights(source, stored, device)
@@ -199,7 +200,8 @@ def _atomic_folder(output: Path) -> Iterator[Path]:
             lock.enter_context(_locked(folder))
         try:
             folder.chmod(0o755)
-            yield folder
+            with room_to_write(output):
+                yield folder
             _rename(folder, output)
         finally:
             shutil.rmtree(folder, ignore_errors=True)

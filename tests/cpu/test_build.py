@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -92,6 +94,17 @@ def test_a_damaged_entry_is_a_miss(tmp_path: pathlib.Path, damage: bytes) -> Non
     assert cache.get(*JOBS[0]) is None
     cache.put(*JOBS[0], b"object")
     assert cache.get(*JOBS[0]) == b"object"
+
+
+def test_a_full_disk_is_named_and_nothing_is_left_on_it(tmp_path: pathlib.Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))  # gives the errors of a full disk
+    try:
+        with pytest.raises(ZllmcError, match=re.escape(f"{tmp_path} cannot be written: ") + ".*ZLLMC_CACHE"):
+            KernelCache(tmp_path).put(*JOBS[0], bytes(2000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_killed_writer_left_is_removed_and_what_is_being_written_is_not(

@@ -64,6 +64,20 @@ def test_a_cache_that_cannot_be_made_is_named_with_a_way_out(
     assert f"{tmp_path}/file/models" in done.err and "ZLLMC_CACHE" in done.err and "-o" in done.err
 
 
+@pytest.mark.parametrize("options", [["-o", "out.zllm"], ["-o", "out.zllm", "--dump-ir", "dump"]])
+def test_a_file_that_does_not_fit_on_the_disk_is_named_with_a_way_out(
+    gguf: pathlib.Path, artifact: pathlib.Path, tmp_path: pathlib.Path, options: list[str]
+) -> None:
+    """With a limit to the size of files, for a disk that is full: the same errors, that name no file."""
+    size = (artifact / "weights.bin").stat().st_size if options[-1] == "out.zllm" else 1024
+    limited = ["sh", "-c", f'ulimit -f {size // 1024} && exec "$@"', "sh"]
+    command = [*limited, *COMMAND, "compile", str(gguf), "--context", "512", *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(f"zllmc: {options[-1]} cannot be written: ") and "-o" in done.stderr
+    assert not list(tmp_path.glob("*out.zllm*"))
+
+
 def test_a_bad_file_is_refused_before_the_compiler_is_loaded(tmp_path: pathlib.Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF")
     code = f"""
