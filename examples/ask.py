@@ -9,6 +9,8 @@ import sys
 
 import zllmc
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
 model, question = sys.argv[1:3]
 with zllmc.load(model) as engine:
     messages = [{"role": "user", "content": question}]

@@ -7,6 +7,8 @@ import sys
 
 import zllmc
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
 model, *texts = sys.argv[1:]
 with zllmc.load(model) as engine:
     sequences = [engine.tokenizer.encode(text) for text in texts]

@@ -11,6 +11,8 @@ import numpy as np
 
 import zllmc
 
+if len(sys.argv) < 4:
+    sys.exit(__doc__)
 model, text, *labels = sys.argv[1:]
 with zllmc.load(model) as engine:
     prompt = engine.tokenizer.encode(f"Review: {text}\nVerdict, in one word:")

@@ -11,6 +11,8 @@ import numpy as np
 
 import zllmc
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
 model, question = sys.argv[1:3]
 with zllmc.load(model) as engine:
     vocab = range(engine.manifest.vocab)

@@ -7,6 +7,8 @@ import sys
 
 import zllmc
 
+if len(sys.argv) < 3:
+    sys.exit(__doc__)
 model, *questions = sys.argv[1:]
 with zllmc.load(model) as engine:
     session = engine.session()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,9 +60,12 @@ class SamplingParams:
         }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
-            if not low <= value <= high:
-                upper = "" if high == math.inf else f" to {high:g}"
-                raise SamplingError(f"{name} is {value}; it must be in the range from {low:g}{upper}")
+            if high == math.inf:
+                valid, wanted = isinstance(value, Integral), f"a whole number, {low} or more"
+            else:
+                valid, wanted = isinstance(value, Real), f"a number from {low:g} to {high:g}"
+            if not valid or not low <= value <= high:
+                raise SamplingError(f"{name} is {value!r}; it must be {wanted}")
         if any(math.isnan(bias) or bias == math.inf for bias in self.logit_bias.values()):
             raise SamplingError("logit_bias has a value that is no number or is infinite")
 

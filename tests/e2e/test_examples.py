@@ -24,6 +24,15 @@ def test_every_example_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_without_arguments_says_how_to_call_it(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, FOLDER / f"{name}.py", "model.gguf"], capture_output=True, encoding="utf-8"
+    )
+    assert done.returncode == 1 and f"python examples/{name}.py model.gguf " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs(name: str, artifact: pathlib.Path) -> None:
     script = FOLDER / f"{name}.py"
     done = subprocess.run(

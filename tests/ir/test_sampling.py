@@ -187,11 +187,22 @@ def test_nothing_allowed_is_an_error(params):
         {"repeat_penalty": 0},
         {"presence_penalty": math.inf},
         {"penalty_window": -1},
+        {"penalty_window": math.inf},
+        {"top_k": 1.5},
+        {"top_k": "40"},
+        {"temperature": None},
     ],
 )
 def test_parameters_out_of_range_are_named(wrong):
-    with pytest.raises(SamplingError, match=next(iter(wrong))):
+    ((name, value),) = wrong.items()
+    whole = "whole " if name in ("top_k", "penalty_window") else ""
+    with pytest.raises(SamplingError, match=f"{name} is {value!r}; it must be a {whole}number"):
         SamplingParams(**wrong)
+
+
+def test_numbers_of_numpy_are_numbers():
+    params = SamplingParams(top_k=np.int64(3), temperature=np.float32(0.5))
+    assert Sampler(params).sample(np.float32([0, 0, 9])) in range(3)
 
 
 def test_a_bias_for_a_token_that_does_not_exist_is_an_error():
