@@ -35,25 +35,30 @@ def lower_entries(
     *,
     context: int,
     max_batch: int = MAX_BATCH,
-    pieces: int = PARTS,
+    attention_parts: int = PARTS,
     chooses: bool = False,
     dump: Path | None = None,
     check: bool = False,
 ) -> dict[str, KernelGraph]:
     """The kernel graphs of all entry points by name, for caches of `context` tokens.
 
-    There is one for up to `max_batch` sequences unless that is 1. `pieces` of a decode attention can be
-    worked at together, see `attention_parts`. With `chooses`, decode ends with the choice
-    of the next token, as it should where logits take long to get to the host: on GPUs. `dump` is a folder
-    that gets one folder of numbered files, texts and pictures, for each; with `check`, the verifier runs
-    after every pass.
+    There is one for up to `max_batch` sequences unless that is 1. A decode attention is cut into about
+    `attention_parts`, see `fuse_attention`. With `chooses`, decode ends with the choice of the next token, as
+    it should where logits take long to get to the host: on GPUs. `dump` is a folder that gets one folder of
+    numbered files, texts and pictures, for each; with `check`, the verifier runs after every pass.
     """
     entries = {}
     for name, tokens in (("decode", 1), ("prefill", None)):
         folder = dump / name if dump else None
         ends = chooses and name == "decode"
         passed = run_passes(
-            graph, tokens=tokens, context=context, pieces=pieces, chooses=ends, dump=folder, check=check
+            graph,
+            tokens=tokens,
+            context=context,
+            attention_parts=attention_parts,
+            chooses=ends,
+            dump=folder,
+            check=check,
         )
         entries[name] = lower(
             passed,
@@ -77,14 +82,14 @@ def run_passes(
     *,
     tokens: int | None,
     context: int,
-    pieces: int = PARTS,
+    attention_parts: int = PARTS,
     chooses: bool = False,
     dump: Path | None = None,
     check: bool = False,
 ) -> Graph:
     """The graph of one entry point, ready to lower: `tokens` is 1 for decode, None for prefill.
 
-    `context` is the largest number of cached tokens; for `pieces` see `fuse_attention`. With `chooses`, a
+    `context` is the largest number of cached tokens; for `attention_parts` see `fuse_attention`. With `chooses`, a
     decode step chooses its token. `dump` is a folder that gets the graph after every pass, as a text and as a
     picture, in numbered files; with `check`, the verifier runs after every pass.
     """
@@ -97,7 +102,7 @@ def run_passes(
         ("fuse_residual", fuse_residual),
         ("fuse_norm_add", fuse_norm_add),
         ("fuse_rope_append", fuse_rope_append),
-        ("fuse_attention", lambda g: fuse_attention(g, context, pieces)),
+        ("fuse_attention", lambda g: fuse_attention(g, context, attention_parts)),
         # Launches: one over what several read.
         ("join_linears", join_linears),
         # Numbers: int8 activations for the block formats.

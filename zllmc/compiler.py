@@ -82,7 +82,7 @@ def compile_model(
                 source.graph,
                 context=capacity,
                 max_batch=max_batch,
-                pieces=attention_parts(device),
+                attention_parts=attention_parts(device),
                 chooses=isinstance(device, GpuTarget),
                 dump=dump_ir,
                 check=verify,

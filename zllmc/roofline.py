@@ -96,7 +96,7 @@ def run_model_only(model: Path, text: str, *, prompt: int, depth: int, as_json: 
         raise ZllmcError(f"--model-only reckons on a GPU's peaks; {target} is none. Measure it instead.")
     capacity = -(-(prompt + depth + 1) // KEY_BLOCK) * KEY_BLOCK
     graph = load_model(model, context=capacity, kv="f16").graph
-    graphs = lower_entries(graph, context=capacity, pieces=attention_parts(target), chooses=True)
+    graphs = lower_entries(graph, context=capacity, attention_parts=attention_parts(target), chooses=True)
     passes = {
         "decode": estimate(graphs["decode"], target.product, tokens=1, cached=depth),
         "prefill": estimate(

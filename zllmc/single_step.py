@@ -59,7 +59,7 @@ class Machine:
             model.graph,
             context=manifest.context,
             max_batch=artifact.plan.max_batch,
-            pieces=attention_parts(targets.parse(manifest.target)),
+            attention_parts=attention_parts(targets.parse(manifest.target)),
             chooses=manifest.gpu is not None,
         )
         self.entries = {entry.name: entry for entry in artifact.plan.entries}
