@@ -89,9 +89,9 @@ def run_passes(
 ) -> Graph:
     """The graph of one entry point, ready to lower: `tokens` is 1 for decode, None for prefill.
 
-    `context` is the largest number of cached tokens; for `attention_parts` see `fuse_attention`. With `chooses`, a
-    decode step chooses its token. `dump` is a folder that gets the graph after every pass, as a text and as a
-    picture, in numbered files; with `check`, the verifier runs after every pass.
+    `context` is the largest number of cached tokens; for `attention_parts` see `fuse_attention`. With
+    `chooses`, a decode step chooses its token. `dump` is a folder that gets the graph after every pass, as a
+    text and as a picture, in numbered files; with `check`, the verifier runs after every pass.
     """
     passes: list[tuple[str, Callable[[Graph], Graph]]] = [
         ("input", lambda g: g),
