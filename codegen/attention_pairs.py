@@ -1,10 +1,11 @@
 """q · k and Σ p · v over a q8 cache by instructions that sum the products of pairs of i16 (x86).
 
-One of these and an addition do as much as two f32 fma, in two thirds of the time on Zen 3. The codes of a
-block of keys and values are widened and brought into pairs once for all rows of a unit. Queries and weights
-are rounded to i16: a query to where its Euclidean norm is NORM, so that its elements and all partial sums fit
-whatever comes; a row's weights, with the scales of their values, to where the largest that there can be in
-the block is NORM. Either rounding errs by about a hundredth of what the codes of the cache did.
+One of these and an addition do as much as two f32 fma, in two thirds of the time on Zen 3. The cache has
+codes in words of four, of which shifts make two pairs: the first with the third, the second with the fourth.
+Queries and weights are paired alike, and rounded to i16: a query to where its Euclidean norm is NORM, so that
+its elements and all partial sums fit whatever comes; a row's weights, with the scales of their values, to
+where the largest that there can be in the block is NORM. Either rounding errs by about a hundredth of what
+the codes of the cache did.
 
 An f16 cache stays with f32: its keys would need rounding too, and those with a few large elements would lose
 more by that than they did by f16.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from zllmc.codegen.attention_cache import LINE, Head
+from zllmc.codegen.attention_cache import Head
 from zllmc.codegen.attention_shape import BLOCK, SCALE_GROUP, Scratch, Shape, Tile, chunk_vectors, tree, zeros
 from zllmc.codegen.dot import Dot
 from zllmc.codegen.tir import (
@@ -32,7 +33,7 @@ from zllmc.codegen.tir import (
 )
 from zllmc.codegen.vector_math import fma, max_lanes, sqrt, sum_lanes
 from zllmc.targets.vector import VectorTarget
-from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KVOperand
+from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, QUAD, KVOperand
 
 NORM = 32_700.0  # after rounding, elements still fit an i16
 TINY = 1e-30  # a norm is at least this: nothing is divided by 0
@@ -51,13 +52,12 @@ class PairProducts:
         width, lanes, layout = shape.head_dim, shape.lanes, shape.cache.layout
         self._dot = Dot(shape.target)
         self._groups = layout.groups
-        self._q = local("int32", shape.rows * width // 2)  # [row][pair of elements]
+        self._q = local("int32", shape.rows * width // 2)  # [row][quad of elements][pair]
         self._q_scales = local("float32", shape.rows)
-        self._keys = local("int32", BLOCK * width // 2)  # [16 keys][pair of elements][key]
-        self._key_scales = local("float32", self._groups * BLOCK)  # [group][key]
-        self._values = local("int32", BLOCK * width // 2)  # [pair of keys][element]
         self._value_scales = local("float32", self._groups * BLOCK)  # [group][key], of NORM
-        self._weights = local("int32", self._groups * shape.tile_rows * BLOCK // 2)  # [group][row][pair]
+        self._weights = local(
+            "int32", self._groups * shape.tile_rows * BLOCK // 2
+        )  # [group][row][16 keys][pair]
         self._weight_scales = local("float32", self._groups)
         self._lanes = lanes
 
@@ -75,17 +75,19 @@ class PairProducts:
         self._q_scales.store(i, norm * const(scale / NORM, "float32"))
         factor = bind(broadcast(const(NORM, "float32") / norm, lanes))
         codes = self._q.view("int16")
+        paired = [quad + e for quad in range(0, lanes, QUAD) for e in (0, 2, 1, 3)]
         with serial(0, width // lanes) as v:
-            codes.store(i * width + v * lanes, cast(_rounded(q.load(at + v * lanes, lanes), factor), "int16"))
+            rounded = bind(cast(_rounded(q.load(at + v * lanes, lanes), factor), "int16"))
+            codes.store(i * width + v * lanes, tirx.Shuffle([rounded], paired))
 
     def load(self, head: Head, key: Expr, count: Expr) -> None:
-        """Brings the keys key … key + count − 1 and their values into pairs; later values get the scale 0."""
+        """Turns to the keys key … key + count − 1. Values after them get the scale 0."""
+        lanes = self._lanes
         first = hold(tirx.truncdiv(key, KEY_BLOCK))
         with serial(0, tirx.truncdiv(count + (KEY_BLOCK - 1), KEY_BLOCK)) as b:
-            self._load_keys(head, first + b, b)
-        with serial(0, self._pair_count(count)) as pair:
-            self._load_values(head, key, pair, count)
-        lanes = self._lanes
+            for group in range(self._groups):
+                for v, scale in enumerate(head.value_scales_of(first + b, group)):
+                    self._value_scales.store(group * BLOCK + b * KEY_BLOCK + v * lanes, scale)
         seen = bind(broadcast(count, lanes))
         for group in range(self._groups):
             scales = []
@@ -99,51 +101,27 @@ class PairProducts:
             for v, scale in enumerate(scales):
                 self._value_scales.store(group * BLOCK + v * lanes, scale * factor)
 
-    def _load_keys(self, head: Head, source: Expr, b: Expr) -> None:
-        """16 keys, and the scales of them and of their values."""
-        lanes, width = self._lanes, self.shape.head_dim
-        with serial(0, width // 2) as pair:
-            head.expect_keys(source, pair * 2)
-            even, odd = (head.key_codes(source, pair * 2 + i) for i in (0, 1))
-            for v, both in enumerate(_interleaved(even, odd, lanes)):
-                self._keys.store((b * (width // 2) + pair) * KEY_BLOCK + v * lanes, both)
-        for group in range(self._groups):
-            for v, scale in enumerate(head.key_scales(source, group)):
-                self._key_scales.store(group * BLOCK + b * KEY_BLOCK + v * lanes, scale)
-        for group in range(self._groups):
-            for v, scale in enumerate(head.value_scales_of(source, group)):
-                self._value_scales.store(group * BLOCK + b * KEY_BLOCK + v * lanes, scale)
-
-    def _load_values(self, head: Head, key: Expr, pair: Expr, count: Expr) -> None:
-        lanes, width = self._lanes, self.shape.head_dim
-        rows = [hold(key + row) for row in self._pair_rows(pair, count)]
-        for row in rows:
-            for at in range(0, width, LINE):
-                head.expect_value(row + BLOCK, at)
-        for at in range(0, width, KEY_BLOCK):
-            even, odd = (head.value_codes(row, at) for row in rows)
-            for v, both in enumerate(_interleaved(even, odd, lanes)):
-                self._values.store(pair * width + at + v * lanes, both)
-
     def score(self, head: Head, tile: Tile, key: Expr) -> None:
         """scores[row][key] = q · k."""
         lanes, width = self._lanes, self.shape.head_dim
         vectors = KEY_BLOCK // lanes
         q = bind(tile.row * (width // 2))
+        first = hold(tirx.truncdiv(key, KEY_BLOCK))
         with serial(0, tirx.truncdiv(tile.count + (KEY_BLOCK - 1), KEY_BLOCK)) as b:
             for group in range(self._groups):
-                begin = group * SCALE_GROUP // 2
-                pairs = min(SCALE_GROUP, width - 2 * begin) // 2
+                begin = group * SCALE_GROUP // QUAD
+                quads = min(SCALE_GROUP // QUAD, width // QUAD - begin)
                 sums = zeros("int32", tile.rows, vectors, lanes)
-                with serial(begin, begin + pairs) as pair:
-                    at = (b * (width // 2) + pair) * KEY_BLOCK
-                    keys = [self._pairs(self._keys, at + v * lanes) for v in range(vectors)]
+                with serial(begin, begin + quads) as quad:
+                    if tile.leads:
+                        head.expect_keys(first + b, quad * QUAD)
+                        head.expect_values(first + b, quad * QUAD)
+                    words = head.key_quads(first + b, quad)
+                    keys = [_pairs(word) for word in words]
                     for m in range(tile.rows):
-                        self._add_products(sums[m], keys, self._q.load(q + m * (width // 2) + pair))
-                scales = [
-                    bind(self._key_scales.load(group * BLOCK + b * KEY_BLOCK + v * lanes, lanes))
-                    for v in range(vectors)
-                ]
+                        at = q + m * (width // 2) + quad * 2
+                        self._add_products(sums[m], keys, [self._q.load(at + pair) for pair in (0, 1)])
+                scales = head.key_scales(first + b, group)
                 for m in range(tile.rows):
                     scale = bind(broadcast(self._q_scales.load(tile.row + m), lanes))
                     for v in range(vectors):
@@ -162,36 +140,32 @@ class PairProducts:
             rounded = []
             for v, weight in enumerate(weights):
                 factors = self._value_scales.load(group * BLOCK + key + v * lanes, lanes)
-                rounded.append(_rounded(weight, factors))
+                rounded += _eights(_rounded(weight, factors))
             at = bind((group * self.shape.tile_rows + m) * (BLOCK // 2) + tirx.truncdiv(key, 2))
             for i, both in enumerate(zip(rounded[::2], rounded[1::2], strict=True)):
-                self._weights.store(at + i * lanes, _paired(*both))
-
-    def _pair_count(self, count: Expr) -> Expr:
-        """Pairs that `count` keys are in: key i of a vector of keys makes one with key i of the next."""
-        full = hold(tirx.truncdiv(count, 2 * self._lanes) * self._lanes)
-        return full + tirx.min(count - full * 2, self._lanes)
-
-    def _pair_rows(self, pair: Expr, count: Expr) -> list[Expr]:
-        """The two keys of a pair; the last one in place of one that isn't there."""
-        first = hold(pair + tirx.truncdiv(pair, self._lanes) * self._lanes)
-        return [first, hold(tirx.min(first + self._lanes, count - 1))]
+                self._weights.store(at + i * (KEY_BLOCK // 2), _paired(*both))
 
     def add_values(self, head: Head, tile: Tile, key: Expr) -> None:
         """output = output · rescale + gain · Σ weights[key] · value[key]."""
         lanes, width = self._lanes, self.shape.head_dim
         vectors = chunk_vectors(self.shape, tile.rows)
         chunk = vectors * lanes
+        rows = KEY_BLOCK // QUAD
         output = self._scratch.output
+        block = hold(tirx.truncdiv(key, KEY_BLOCK))
         with serial(0, width // chunk) as c:
             start = bind(c * chunk)
             group = bind(tirx.truncdiv(start, SCALE_GROUP))
             first = bind(group * self.shape.tile_rows)
             sums = zeros("int32", tile.rows, vectors, lanes)
-            with serial(0, self._pair_count(tile.count)) as pair:
-                values = [self._pairs(self._values, pair * width + start + v * lanes) for v in range(vectors)]
-                for m in range(tile.rows):
-                    self._add_products(sums[m], values, self._weights.load((first + m) * (BLOCK // 2) + pair))
+            with serial(0, tirx.truncdiv(tile.count + (KEY_BLOCK - 1), KEY_BLOCK)) as b:
+                for r in range(rows):
+                    words = head.value_quads((block + b) * rows + r, start, chunk)
+                    values = [_pairs(word) for word in words]
+                    for m in range(tile.rows):
+                        at = (first + m) * (BLOCK // 2) + b * (KEY_BLOCK // 2) + r
+                        weights = [self._weights.load(at + rows * pair) for pair in (0, 1)]
+                        self._add_products(sums[m], values, weights)
             for m in range(tile.rows):
                 rescale = bind(broadcast(self._scratch.rescale.load(m), lanes))
                 gain = self._scratch.gain.load(m) * self._weight_scales.load(group)
@@ -201,14 +175,27 @@ class PairProducts:
                     before = bind(output.load(at, lanes) * rescale)
                     output.store(at, fma(cast(sums[m][v].get(), "float32"), scale, before))
 
-    def _pairs(self, memory: Memory, at: Expr) -> Expr:
-        return bind(bits(memory.load(at, self._lanes), f"int16x{2 * self._lanes}"))
+    def _add_products(
+        self, sums: list[Register], quads: list[tuple[Expr, Expr]], factors: list[Expr]
+    ) -> None:
+        """sums += a row's two pairs (as an i32 each) · those of each of `quads`."""
+        low, high = (bind(bits(broadcast(f, self._lanes), f"int16x{2 * self._lanes}")) for f in factors)
+        for total, (first, second) in zip(sums, quads, strict=True):
+            products = self._dot.pair_sum(first, low) + self._dot.pair_sum(second, high)
+            total.set(total.get() + products)
 
-    def _add_products(self, sums: list[Register], pairs: list[Expr], factor: Expr) -> None:
-        """sums += a row's pair (as one i32) · each of `pairs`."""
-        x = bind(bits(broadcast(factor, self._lanes), f"int16x{2 * self._lanes}"))
-        for total, both in zip(sums, pairs, strict=True):
-            total.set(total.get() + self._dot.pair_sum(both, x))
+
+def _pairs(word: Expr) -> tuple[Expr, Expr]:
+    """Of the four codes in an i32 lane, the first and third, and the second and fourth, as i16."""
+    lanes = 2 * word.ty.dtype.lanes
+    codes, byte = bits(word, f"int16x{lanes}"), const(8, "int16", lanes)
+    return bind((codes << byte) >> byte), bind(codes >> byte)
+
+
+def _eights(x: Expr) -> list[Expr]:
+    """A vector of lanes in vectors of eight."""
+    lanes = x.ty.dtype.lanes
+    return [x] if lanes == 8 else [tirx.Shuffle([x], list(range(i, i + 8))) for i in range(0, lanes, 8)]
 
 
 def _rounded(x: Expr, factor: Expr) -> Expr:
@@ -221,12 +208,3 @@ def _paired(low: Expr, high: Expr) -> Expr:
     """The low halves of the i32 lanes of both."""
     lanes = low.ty.dtype.lanes
     return (low & const(0xFFFF, "int32", lanes)) | (high << const(16, "int32", lanes))
-
-
-def _interleaved(even: Expr, odd: Expr, lanes: int) -> list[Expr]:
-    """16 bytes of each, as pairs of i16 in vectors of i32."""
-    return [
-        bits(cast(tirx.Shuffle([even, odd], order), "int16"), f"int32x{lanes}")
-        for at in range(0, 16, lanes)
-        for order in [[i + 16 * j for i in range(at, at + lanes) for j in (0, 1)]]
-    ]

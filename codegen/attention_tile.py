@@ -29,13 +29,14 @@ from zllmc.codegen.tir import (
     call,
     cast,
     const,
+    lanes_of,
     rolled,
 )
 from zllmc.codegen.vector_math import exp2, fma, tanh
 from zllmc.targets.gpu import LANES, GpuTarget
 from zllmc.zllm_ir.attention_ops import SPLIT_KEYS
 from zllmc.zllm_ir.errors import IRError, ZllmcError
-from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, KVOperand, Operand
+from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, QUAD, KernelCall, KVOperand, Operand
 
 CHUNK = 16  # bytes that a lane moves at once
 _SUMS = 96  # registers of a lane for scores and outputs
@@ -71,6 +72,11 @@ class AttentionShape:
     @property
     def itemsize(self) -> int:
         return {"f16": 2, "q8": 1}[self.cache.type.storage]
+
+    @property
+    def together(self) -> int:
+        """Codes that lie together, to be summed over: elements of a key, or an element of as many values."""
+        return {"f16": 1, "q8": QUAD}[self.cache.type.storage]
 
     def low_of(self, high: Expr) -> Expr:
         """The first key that a row sees whose last one is high − 1."""
@@ -150,7 +156,8 @@ def attention_shape(call: KernelCall, target: GpuTarget) -> AttentionShape:
 
 
 class Tile:
-    """Keys of one kv head in shared memory as [element][key], then their values as [key][element].
+    """Keys of one kv head in shared memory as [element][key], then their values as [key][element]; of a q8
+    cache [4 elements][key][4] and [4 keys][element][4], in the order that `KVLayout` says.
 
     `unit` of `crew` units loads its share; `meet` waits for the others.
     """
@@ -160,7 +167,6 @@ class Tile:
     ) -> None:
         cache, layout = shape.cache, shape.cache.layout
         self.shape, self._tile, self._unit, self._crew = shape, tile, unit, crew
-        self.code = {1: "int8", 2: "float16"}[shape.itemsize]
         # What follows is about `first` … `first + count − 1`; `begin` gives both.
         self.first: Expr = 0
         self.count: Expr = 0
@@ -188,15 +194,15 @@ class Tile:
 
     def put_keys(self) -> None:
         shape = self.shape
-        per_block = shape.itemsize.bit_length() - 1  # log₂ of the chunks of an element in a key block
-        blocks = shape.keys // KEY_BLOCK
+        chunks = KEY_BLOCK * shape.itemsize * shape.together // CHUNK  # of a row of a key block
+        rows, blocks = shape.head_dim // shape.together, shape.keys // KEY_BLOCK
 
         def source(chunk: Expr) -> Expr:
-            place = bind(chunk >> _lanes(per_block))
+            place = bind(chunk >> _lanes(chunks.bit_length() - 1))
             block = tirx.min(place & _lanes(blocks - 1), _all(self._blocks - 1)) + _all(self._block)
-            element = place >> _lanes(blocks.bit_length() - 1)
-            line = (block * _lanes(shape.head_dim) + element) * _lanes(shape.itemsize)
-            return (line + (chunk & _lanes(shape.itemsize - 1))) * _lanes(CHUNK)
+            row = place >> _lanes(blocks.bit_length() - 1)
+            line = (block * _lanes(rows) + row) * _lanes(chunks)
+            return (line + (chunk & _lanes(chunks - 1))) * _lanes(CHUNK)
 
         for part in self._parts:
             self.put(self._load(self._keys, source, part))
@@ -212,7 +218,8 @@ class Tile:
 
     def _value_source(self) -> Callable[[Expr], Expr]:
         row = self.shape.head_dim * self.shape.itemsize
-        last = bind(self.count * (row // CHUNK) - 1)
+        count = self.count if self.shape.together == 1 else self._blocks * KEY_BLOCK
+        last = bind(count * (row // CHUNK) - 1)
         start = bind(self.first * row)
         return lambda chunk: tirx.min(chunk, _all(last)) * _lanes(CHUNK) + _all(start)
 
@@ -244,7 +251,13 @@ class Tile:
             call("store16", self._tile.view("uint8").address(place), data)
 
     def codes(self, index: Expr, lanes: int) -> Expr:
-        return bind(cast(self._tile.view(self.code).load(index, lanes), "float32"))
+        """What lies together there, for each lane: see `code`."""
+        return bind(self._tile.view("float16" if self.shape.together == 1 else "int32").load(index, lanes))
+
+    def code(self, together: Expr, number: int) -> Expr:
+        if self.shape.together > 1:
+            together = cast(together >> const(8 * number, "int32", lanes_of(together)), "int8")
+        return bind(cast(together, "float32"))
 
     def key_scales(self) -> list[list[Expr]]:
         """[group][vector of keys]"""
@@ -323,7 +336,10 @@ class Rows:
             with rolled(0, min(size, width - begin) // _ELEMENTS) as step:
                 for i in range(_ELEMENTS):
                     element = bind(begin + step * _ELEMENTS + i)
-                    keys = [tile.codes(element * shape.keys + v * LANES, LANES) for v in vectors]
+                    if i % shape.together == 0:
+                        row = (begin + i) // shape.together + step * (_ELEMENTS // shape.together)
+                        codes = [tile.codes(row * shape.keys + v * LANES, LANES) for v in vectors]
+                    keys = [tile.code(c, i % shape.together) for c in codes]
                     for m in rows:
                         x = bind(self._q.load(self._q_at + m * width + element))
                         for total, k in zip(sums[m], keys, strict=True):
@@ -362,7 +378,10 @@ class Rows:
             for group in range(shape.scale_groups):
                 for v, weight in enumerate(weights):
                     at = self._at + ((m * shape.scale_groups + group) * shape.keys + v * LANES)
-                    self._weights.store(at, weight * scales[group][v] if scales else weight)
+                    if shape.together == 1:
+                        self._weights.store(at, weight)
+                    else:
+                        T.buffer_store(self._weights.buffer, weight * scales[group][v], [_turned(at)])
 
     def _add_values(self, tile: Tile) -> None:
         """output += Σ weights[key] · value[key]. Keys that no row sees have weight 0."""
@@ -370,7 +389,10 @@ class Rows:
         with rolled(0, shape.keys // _ELEMENTS) as step:
             for i in range(_ELEMENTS):
                 key = bind(step * _ELEMENTS + i)
-                values = [tile.codes(key * shape.head_dim + offset, n) for offset, n in self.places]
+                if i % shape.together == 0:
+                    row = i // shape.together + step * (_ELEMENTS // shape.together)
+                    codes = [tile.codes(row * shape.head_dim + offset, n) for offset, n in self.places]
+                values = [tile.code(c, i % shape.together) for c in codes]
                 for m in range(shape.rows):
                     weights = [
                         bind(self._weights.load(self._at + (m * shape.scale_groups + g) * shape.keys + key))
@@ -388,6 +410,13 @@ def over_lanes(function: str, value: Expr) -> Expr:
 
 def _ramp(first: Expr) -> Expr:
     return tirx.Ramp(const(0, "int32"), 1, LANES) + _all(first)
+
+
+def _turned(first: Expr) -> Expr:
+    """The places of LANES keys from `first` on, in the order in which a q8 cache has values."""
+    lane = _ramp(const(0, "int32"))
+    within = (lane & _lanes(3)) * _lanes(QUAD) + ((lane >> _lanes(2)) & _lanes(3))
+    return _all(first) + (lane & _lanes(LANES - KEY_BLOCK)) + within
 
 
 def _all(value: Expr) -> Expr:

@@ -6,6 +6,7 @@ shared by the threads as well as many tokens' are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ from zllmc.codegen.tir import (
 from zllmc.codegen.vector_math import fma, sin_cos, sin_cos_turns
 from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.errors import IRError
-from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KernelCall, KVOperand, Operand
+from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, QUAD, KernelCall, KVOperand, Operand
 from zllmc.zllm_ir.op import OPS
 from zllmc.zllm_ir.plan import CONTROL_CACHED
 from zllmc.zllm_ir.rope import rope_frequencies
@@ -181,44 +182,71 @@ class _Cache:
     """One layer's KV buffer at one position of one head, for writing; see `kernel_graph.KVLayout`."""
 
     def __init__(self, state: Memory, operand: KVOperand, lanes: int) -> None:
-        self._type, self._layout, self._capacity = operand.type, operand.layout, operand.capacity
+        self._layout, self._width, self._capacity = operand.layout, operand.type.head_dim, operand.capacity
         self._lanes = lanes
-        self._quantized = self._type.storage == "q8"
-        self._elements = state.view("int8" if self._quantized else "float16")
-        self._scales = state.view("float16")
+        self._quantized = operand.type.storage == "q8"
+        self._codes, self._halves = state.view("int8"), state.view("float16")
 
     def put_key(self, x: Memory, start: Expr, head: Expr, position: Expr) -> None:
-        """The key x[start …]: its elements lie KEY_BLOCK apart, between those of nearby positions."""
-        block, slot = tirx.truncdiv(position, KEY_BLOCK), tirx.truncmod(position, KEY_BLOCK)
-        block = bind(_wide(head) * (self._capacity // KEY_BLOCK) + block)
-        row = (block, slot, KEY_BLOCK)
-        self._put(x, start, row, self._layout.keys, self._layout.key_scales)
+        """The key x[start …]: its elements lie apart, between those of nearby positions."""
+        block, slot = self._block(head, position)
+        begin = bind(block * (KEY_BLOCK * self._width))
+        if not self._quantized:
+            self._put_halves(x, start, self._layout.keys // 2 + begin + slot, KEY_BLOCK)
+            return
+        scales = block * (KEY_BLOCK * self._layout.groups) + slot
+
+        def place(element: int, n: int) -> Expr:
+            elements = tirx.Ramp(const(element, "int32"), 1, n)
+            quad, byte = elements >> const(2, "int32", n), elements & const(QUAD - 1, "int32", n)
+            return quad * const(QUAD * KEY_BLOCK, "int32", n) + byte
+
+        codes = self._codes.from_(self._layout.keys + begin + slot * QUAD)
+        self._put_codes(x, start, codes, place, self._layout.key_scales // 2 + scales, KEY_BLOCK)
 
     def put_value(self, x: Memory, start: Expr, head: Expr, position: Expr) -> None:
-        row = (bind(_wide(head) * self._capacity + position), 0, 1)
-        self._put(x, start, row, self._layout.values, self._layout.value_scales)
-
-    def _put(
-        self, x: Memory, start: Expr, row: tuple[Expr, Expr, int], offset: int, scales_offset: int
-    ) -> None:
-        """Element i goes to (row · head_dim + i) · apart + slot from `offset`, given row, slot and apart."""
-        index, slot, apart = row
-        width = self._type.head_dim
-        elements = self._elements.from_(
-            offset // (1 if self._quantized else 2) + index * (width * apart) + slot
-        )
+        row = bind(_wide(head) * self._capacity + position)
         if not self._quantized:
-            for_pieces(
-                width,
-                self._lanes,
-                2,
-                lambda i, n, _: _scatter(elements, i * apart, apart, cast(x.load(start + i, n), "float16")),
-            )
+            self._put_halves(x, start, self._layout.values // 2 + row * self._width, 1)
             return
-        scales = self._scales.from_(scales_offset // 2 + index * (self._layout.groups * apart) + slot)
+        block, slot = self._block(head, position)
+        rows = KEY_BLOCK // QUAD  # of values' elements in turn
+        row_of_four = block * rows + tirx.truncmod(slot, rows)
+        codes = self._codes.from_(
+            self._layout.values + row_of_four * (QUAD * self._width) + tirx.truncdiv(slot, rows)
+        )
+        scales = self._layout.value_scales // 2 + row * self._layout.groups
+        self._put_codes(x, start, codes, lambda element, n: T.ramp(element * QUAD, QUAD, n), scales, 1)
+
+    def _block(self, head: Expr, position: Expr) -> tuple[Expr, Expr]:
+        """The block of keys that a position of a head is in, and its place there."""
+        block = bind(_wide(head) * (self._capacity // KEY_BLOCK) + tirx.truncdiv(position, KEY_BLOCK))
+        return block, bind(tirx.truncmod(position, KEY_BLOCK))
+
+    def _put_halves(self, x: Memory, start: Expr, at: Expr, apart: int) -> None:
+        """x[start + i] goes to element at + i · apart."""
+        halves = self._halves.from_(at)
+
+        def put(i: Expr, n: int, _: int) -> None:
+            value = cast(x.load(start + i, n), "float16")
+            _scatter(halves, i * apart if n == 1 else T.ramp(i * apart, apart, n), value)
+
+        for_pieces(self._width, self._lanes, 2, put)
+
+    def _put_codes(
+        self,
+        x: Memory,
+        start: Expr,
+        codes: Memory,
+        place: Callable[[int, int], Expr],
+        scales_at: Expr,
+        apart: int,
+    ) -> None:
+        """The code of x[start + i + j], j < n, goes to codes[place(i, n)[j]]; scales lie `apart`."""
+        scales = self._halves.from_(scales_at)
         for group in range(self._layout.groups):
             first = group * _SCALE_GROUP
-            vectors = pieces(min(_SCALE_GROUP, width - first), self._lanes)
+            vectors = pieces(min(_SCALE_GROUP, self._width - first), self._lanes)
             values = [bind(x.load(start + first + i, n)) for i, n in vectors]
             scale = bind(cast(max_magnitude(values) / const(127.0, "float32"), "float16"))
             scales.store(group * apart, scale)
@@ -228,7 +256,7 @@ class _Cache:
             for (i, n), value in zip(vectors, values, strict=True):
                 code = round_to_int(value / broadcast(divisor, n))
                 code = tirx.max(tirx.min(code, const(127, "int32", n)), const(-127, "int32", n))
-                _scatter(elements, (first + i) * apart, apart, cast(code, "int8"))
+                _scatter(codes, place(first + i, n), cast(code, "int8"))
 
 
 def _wide(index: Expr) -> Expr:
@@ -236,9 +264,8 @@ def _wide(index: Expr) -> Expr:
     return cast(index, "int64")
 
 
-def _scatter(memory: Memory, index: Expr, apart: int, value: Expr) -> None:
-    lanes = lanes_of(value)
-    T.buffer_store(memory.buffer, value, [index if lanes == 1 else T.ramp(index, apart, lanes)])
+def _scatter(memory: Memory, indices: Expr, value: Expr) -> None:
+    T.buffer_store(memory.buffer, value, [indices])
 
 
 def rope_append(call: KernelCall, target: VectorTarget, name: str) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, KVOperand
+from zllmc.zllm_ir.kernel_graph import KEY_BLOCK, QUAD, KVOperand
 
 
 class State:
@@ -18,6 +20,19 @@ def interleave(keys: np.ndarray) -> np.ndarray:
     """[kv_heads][capacity][n] → [kv_heads][capacity / KEY_BLOCK][n][KEY_BLOCK]."""
     heads, capacity, n = keys.shape
     return keys.reshape(heads, capacity // KEY_BLOCK, KEY_BLOCK, n).swapaxes(2, 3)
+
+
+def key_codes(codes: np.ndarray) -> np.ndarray:
+    """[kv_heads][capacity][E] → [kv_heads][capacity / KEY_BLOCK][E / QUAD][KEY_BLOCK][QUAD]."""
+    heads, capacity, n = codes.shape
+    return codes.reshape(heads, capacity // KEY_BLOCK, KEY_BLOCK, n // QUAD, QUAD).swapaxes(2, 3)
+
+
+def value_codes(codes: np.ndarray) -> np.ndarray:
+    """[kv_heads][capacity][E] → [kv_heads][capacity / KEY_BLOCK][rows][E][QUAD]: 0, 4, 8, 12 in row 0."""
+    heads, capacity, n = codes.shape
+    rows = KEY_BLOCK // QUAD
+    return codes.reshape(heads, capacity // KEY_BLOCK, QUAD, rows, n).transpose(0, 1, 3, 4, 2)
 
 
 def quantize_groups(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -37,23 +52,26 @@ def kv_buffer(operand: KVOperand, keys: np.ndarray, values: np.ndarray) -> np.nd
     buffer = np.full(layout.bytes, 0xFF, np.uint8)
     tokens = keys.shape[0]
 
-    def place(offset: int, x: np.ndarray, keys: bool) -> None:
+    def place(offset: int, x: np.ndarray, order: Callable[[np.ndarray], np.ndarray]) -> None:
         heads_first = x.swapaxes(0, 1)
         raw = np.full((x.shape[1], operand.capacity, x.shape[2] * x.itemsize), 0xFF, np.uint8)
         full = raw.view(x.dtype)
         full[:, :tokens] = heads_first
-        flat = np.ascontiguousarray(interleave(full) if keys else full).view(np.uint8).reshape(-1)
+        flat = np.ascontiguousarray(order(full)).view(np.uint8).reshape(-1)
         buffer[offset : offset + flat.size] = flat
 
+    def same(x: np.ndarray) -> np.ndarray:
+        return x
+
     if storage == "f16":
-        place(layout.keys, keys.astype(np.float16), True)
-        place(layout.values, values.astype(np.float16), False)
+        place(layout.keys, keys.astype(np.float16), interleave)
+        place(layout.values, values.astype(np.float16), same)
     else:
-        for x, codes_at, scales_at, is_keys in (
-            (keys, layout.keys, layout.key_scales, True),
-            (values, layout.values, layout.value_scales, False),
+        for x, codes_at, codes_order, scales_at, scales_order in (
+            (keys, layout.keys, key_codes, layout.key_scales, interleave),
+            (values, layout.values, value_codes, layout.value_scales, same),
         ):
             codes, scales = quantize_groups(x)
-            place(codes_at, codes, is_keys)
-            place(scales_at, scales, is_keys)
+            place(codes_at, codes, codes_order)
+            place(scales_at, scales, scales_order)
     return buffer

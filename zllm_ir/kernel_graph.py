@@ -33,6 +33,7 @@ from zllmc.zllm_ir.types import Dim, KVType, R, T, TensorType, fixed
 
 ROW_PAD = 16  # elements that rows in memory are padded to
 KEY_BLOCK = 16  # keys whose elements interleave in the cache: one score vector of every target
+QUAD = 4  # codes of a q8 cache that share a word
 
 
 @dataclass(frozen=True)
@@ -209,11 +210,14 @@ def stacked(result: Operand) -> Operand:
 @dataclass(frozen=True)
 class KVLayout:
     """Byte offsets within one layer's KV buffer. Keys interleave by KEY_BLOCK so that a vector of scores
-    needs no horizontal sum; values lie row by row.
+    needs no horizontal sum; values lie row by row. Codes of a q8 cache lie in words of four that are summed
+    over, elements of a key or of as many values: shifts make pairs of i16 of them, where no bytes move.
 
     f16: keys f16 [kv_heads][capacity/16][head_dim][16], values f16 [kv_heads][capacity][head_dim].
-    q8: the same with int8 codes, and f16 scales of each 64 elements along head_dim: key scales
-    [kv_heads][capacity/16][groups][16], value scales [kv_heads][capacity][groups].
+    q8: keys int8 [kv_heads][capacity/16][head_dim/4][16][4], values int8
+    [kv_heads][capacity/16][4][head_dim][4], where row r of a block has its values r, r + 4, r + 8 and r + 12;
+    and f16 scales of each 64 elements along head_dim: key scales [kv_heads][capacity/16][groups][16], value
+    scales [kv_heads][capacity][groups].
     """
 
     keys: int
@@ -231,6 +235,8 @@ def kv_layout(type: KVType, capacity: int) -> KVLayout:
     if type.storage == "f16":
         return KVLayout(0, 2 * elements, 0, 0, 4 * elements, 0)
     if type.storage == "q8":
+        if type.head_dim % QUAD:
+            raise IRError(f"no q8 cache for head_dim {type.head_dim}: a multiple of {QUAD} is needed")
         groups = -(-type.head_dim // 64)
         scales = 2 * type.kv_heads * capacity * groups
         start = 2 * elements

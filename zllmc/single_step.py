@@ -22,6 +22,7 @@ from zllmc.zllm_ir.fused_ops import GROUP
 from zllmc.zllm_ir.interpreter import KVState, bind_weight
 from zllmc.zllm_ir.kernel_graph import (
     KEY_BLOCK,
+    QUAD,
     KernelGraph,
     KernelNode,
     KVOperand,
@@ -191,23 +192,27 @@ class Step:
         kind, layout, capacity = operand.type, operand.layout, operand.capacity
         heads, width = kind.kv_heads, kind.head_dim
 
-        def read(offset: int, dtype: str, columns: int, interleaved: bool) -> Array:
-            if not interleaved:
-                array = self.machine.read(place, dtype, (heads, capacity, columns), offset)
-            else:
-                blocks = (heads, capacity // KEY_BLOCK, columns, KEY_BLOCK)
-                array = self.machine.read(place, dtype, blocks, offset).swapaxes(2, 3)
-                array = array[:, : -(-tokens // KEY_BLOCK)].reshape(heads, -1, columns)
+        def columns(offset: int, count: int) -> Array:
+            """Those of a key block side by side, in f16."""
+            return read(offset, "f2", (count, KEY_BLOCK), (1, 0))
+
+        def rows(offset: int, count: int) -> Array:
+            return read(offset, "f2", (KEY_BLOCK, count), (0, 1))
+
+        def read(offset: int, dtype: str, shape: tuple[int, ...], order: tuple[int, ...]) -> Array:
+            """What every block of 16 tokens has as `shape`, whose axes come in that order: tokens first."""
+            blocks = self.machine.read(place, dtype, (heads, capacity // KEY_BLOCK, *shape), offset)
+            blocks = blocks[:, : -(-tokens // KEY_BLOCK)].transpose(0, 1, *(2 + axis for axis in order))
+            array = blocks.reshape(heads, blocks.shape[1] * KEY_BLOCK, prod(shape) // KEY_BLOCK)
             return array[:, :tokens].swapaxes(0, 1).astype(np.float32)
 
         if kind.storage == "f16":
-            return KVState(
-                kind, read(layout.keys, "f2", width, True), read(layout.values, "f2", width, False)
-            )
-        pairs = ((layout.keys, layout.key_scales, True), (layout.values, layout.value_scales, False))
+            return KVState(kind, columns(layout.keys, width), rows(layout.values, width))
+        keys = read(layout.keys, "i1", (width // QUAD, KEY_BLOCK, QUAD), (1, 0, 2))
+        values = read(layout.values, "i1", (KEY_BLOCK // QUAD, width, QUAD), (2, 0, 1))
+        scales = columns(layout.key_scales, layout.groups), rows(layout.value_scales, layout.groups)
         keys, values = (
-            read(codes, "i1", width, interleaved)
-            * np.repeat(read(scales, "f2", layout.groups, interleaved), 64, axis=2)[..., :width]
-            for codes, scales, interleaved in pairs
+            codes * np.repeat(scale, 64, axis=2)[..., :width]
+            for codes, scale in zip((keys, values), scales, strict=True)
         )
         return KVState(kind, keys, values)

@@ -88,8 +88,7 @@ def test_rope(target, style, head_dim, half, first_axis, tokens, threads):
 
 
 @on_targets
-@on_storages
-@pytest.mark.parametrize("head_dim", [77, 128])
+@pytest.mark.parametrize(("storage", "head_dim"), [("f16", 77), ("f16", 128), ("q8", 76), ("q8", 128)])
 @pytest.mark.parametrize(
     ("cached", "tokens", "threads", "first_axis"),
     [(0, 33, 3, T), (13, 5, 7, T), (30, 1, 2, 1), (47, 1, 1, T)],
@@ -110,8 +109,8 @@ def test_kv_append_gives_exactly_the_bytes_of_the_layout(
 
 def test_q8_values_are_what_round_to_storage_gives():
     """Also where the scale is subnormal as f16, or rounds to 0."""
-    state = KVOperand(KVType(1, 70, "q8"), KEY_BLOCK)
-    values = random(4, 1, 70) * np.array([1, 1e-4, 1e-6, 1e-7], np.float32)[:, None, None]
+    state = KVOperand(KVType(1, 72, "q8"), KEY_BLOCK)
+    values = random(4, 1, 72) * np.array([1, 1e-4, 1e-6, 1e-7], np.float32)[:, None, None]
     buffer = kv_buffer(state, values[:0], values[:0])
     call = KernelCall("kv_append", (), (state, operand(values, T), operand(values, T)), ())
     run(kv_append, call, control(4), buffer, values, values)
@@ -124,23 +123,30 @@ def read(state: KVOperand, buffer: np.ndarray, tokens: int) -> list[np.ndarray]:
     layout, heads, head_dim = state.layout, state.type.kv_heads, state.type.head_dim
     blocks = state.capacity // KEY_BLOCK
 
-    def region(offset: int, dtype: type, n: int, keys: bool) -> np.ndarray:
+    def region(
+        offset: int, dtype: type, shape: tuple[int, ...], order: tuple[int, ...], n: int
+    ) -> np.ndarray:
+        """(tokens, K, n) from what lies as [K][blocks] and `shape`, whose axes come in that order."""
         count = heads * state.capacity * n
         flat = buffer[offset : offset + count * np.dtype(dtype).itemsize].view(dtype)
-        shaped = flat.reshape(heads, blocks, n, KEY_BLOCK).swapaxes(2, 3) if keys else flat
-        return shaped.reshape(heads, -1, n)[:, :tokens].swapaxes(0, 1).astype(np.float32)
+        turned = flat.reshape(heads, blocks, *shape).transpose(0, 1, *(2 + axis for axis in order))
+        return turned.reshape(heads, -1, n)[:, :tokens].swapaxes(0, 1).astype(np.float32)
 
-    parts = []
-    for offset, scales, keys in (
-        (layout.keys, layout.key_scales, True),
-        (layout.values, layout.value_scales, False),
-    ):
-        if state.type.storage == "f16":
-            parts.append(region(offset, np.float16, head_dim, keys))
-        else:
-            wide = np.repeat(region(scales, np.float16, layout.groups, keys), 64, axis=-1)[..., :head_dim]
-            parts.append(region(offset, np.int8, head_dim, keys) * wide)
-    return parts
+    def columns(offset: int, n: int) -> np.ndarray:
+        return region(offset, np.float16, (n, KEY_BLOCK), (1, 0), n)
+
+    def rows(offset: int, n: int) -> np.ndarray:
+        return region(offset, np.float16, (KEY_BLOCK, n), (0, 1), n)
+
+    if state.type.storage == "f16":
+        return [columns(layout.keys, head_dim), rows(layout.values, head_dim)]
+    keys = region(layout.keys, np.int8, (head_dim // 4, KEY_BLOCK, 4), (1, 0, 2), head_dim)
+    values = region(layout.values, np.int8, (4, head_dim, 4), (2, 0, 1), head_dim)
+    scales = columns(layout.key_scales, layout.groups), rows(layout.value_scales, layout.groups)
+    return [
+        codes * np.repeat(scale, 64, axis=-1)[..., :head_dim]
+        for codes, scale in zip((keys, values), scales, strict=True)
+    ]
 
 
 H, K = 6, 2
