@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -297,29 +296,15 @@ def verify(
     The exit code is 1 if anything is out of tolerance, 2 if a file is damaged. An artifact needs --source or
     --against for more than its files.
     """
-    from zllmc.cache import cached_artifact, is_artifact
-    from zllmc.runtime.artifact import ArtifactError, check_weights, open_artifact
-    from zllmc.terminal import note, progress_bars
-    from zllmc.verify import verify_artifact
+    from zllmc.cache import is_artifact
+    from zllmc.terminal import progress_bars
+    from zllmc.verify import cached_and_whole, verify_artifact
 
     artifact = model
     if not is_artifact(model):
         source = model
         with progress_bars() as progress:
-            cached = partial(
-                cached_artifact,
-                model,
-                target=target or "cpu",
-                context=context,
-                kv=kv or "f16",
-                progress=progress,
-            )
-            artifact = cached()
-            try:
-                check_weights(open_artifact(artifact))
-            except ArtifactError as error:
-                note(f"{error} It is in the cache, so this is done now.")
-                artifact = cached(replace=True)
+            artifact = cached_and_whole(model, target or "cpu", context, kv or "f16", progress)
     passed = verify_artifact(
         artifact,
         source=source,

@@ -8,18 +8,21 @@ add up and a wrong kernel can't hide behind another.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zllmc.runtime.artifact import Artifact, Manifest, check_weights, open_artifact
+from zllmc.cache import cached_artifact
+from zllmc.runtime.artifact import Artifact, ArtifactError, Manifest, check_weights, open_artifact
 from zllmc.runtime.devices import Mode
 from zllmc.runtime.engine import Engine
 from zllmc.single_step import Machine, Step
+from zllmc.terminal import note
 from zllmc.wording import gib, one_line, table
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.kernel_graph import KVOperand
@@ -48,6 +51,20 @@ class Comparison:
     @property
     def passed(self) -> bool:
         return self.nmse <= self.tolerance  # false for NaN
+
+
+def cached_and_whole(
+    model: Path, target: str, context: int | None, kv: str, progress: Callable[[str, int, int], None]
+) -> Path:
+    """The artifact of `model` in the cache. One that is damaged is compiled again, and the user told so."""
+    cached = partial(cached_artifact, model, target=target, context=context, kv=kv, progress=progress)
+    artifact = cached()
+    try:
+        check_weights(open_artifact(artifact))
+    except ArtifactError as error:
+        note(f"{error} It is in the cache, so this is done now.")
+        return cached(replace=True)
+    return artifact
 
 
 def verify_artifact(
