@@ -41,9 +41,9 @@ def select_early(graph: Graph) -> Graph:
                     wanted.setdefault(value, _rows(value))
 
     nodes: list[Node] = []
-    for made, node in [(graph.inputs, None), *((node.outputs, node) for node in graph.nodes)]:
-        if node is not None and node is not select:
-            nodes.append(substitute(node, wanted) if moved.issuperset(made) else node)
+    for made, maker in [(graph.inputs, None), *((node.outputs, node) for node in graph.nodes)]:
+        if maker is not None and maker is not select:
+            nodes.append(substitute(maker, wanted) if moved.issuperset(made) else maker)
         nodes += [
             Node("select_rows", (value, first), (), (wanted[value],))
             for value in made
