@@ -41,8 +41,8 @@ class PlainTiles:
 
     @property
     def height(self) -> int:
-        """Rows of x in a tile, at most 7: three registers hold weights and a value of x."""
-        return min(7, (self.registers - 1) // self.width - 1)
+        """Rows of x in a tile, at most 8: three registers hold weights and a value of x."""
+        return min(8, (self.registers - 1) // self.width - 1)
 
     def add(
         self,

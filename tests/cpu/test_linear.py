@@ -114,7 +114,7 @@ def test_a_row_gives_the_same_bits_alone_and_among_others(format, target):
 @pytest.mark.parametrize("target", RUNNABLE, ids=str)
 @pytest.mark.parametrize("format", [name for name, fmt in FORMATS.items() if fmt.plain is not None])
 def test_plain_floats_are_summed_alike_in_every_place_of_a_tile(format, target):
-    """13 rows: tiles of 7 or 6 rows, and what is left; 300 columns: a piece of weights, and what is left."""
+    """13 rows: tiles of 8 or 6 rows, and what is left; 300 columns: a piece of weights, and what is left."""
     x = np.random.default_rng(7).standard_normal((1, 300), dtype=np.float32)
     y = check(
         format,
