@@ -10,7 +10,7 @@ from typing import Any
 from tvm import tirx
 
 from zllmc.codegen.attention_cache import Head
-from zllmc.codegen.attention_pairs import has_pairs
+from zllmc.codegen.attention_pairs import has_pairs, token_rows
 from zllmc.codegen.attention_shape import Shape, Tiles, check, register_rows
 from zllmc.codegen.attention_unit import LOWEST, Unit
 from zllmc.codegen.quantize import ActivationRows
@@ -52,7 +52,8 @@ def attention_partial(call: KernelCall, target: VectorTarget, name: str) -> Any:
     splits, window = attributes["splits"], attributes["window"]
     kv_heads = cache.type.kv_heads
     group = heads // kv_heads
-    tiles = tiles_of(group, register_rows(target))
+    pairs = has_pairs(target, cache)
+    tiles = tiles_of(group, token_rows(target, head_dim) if pairs else register_rows(target))
     shape = Shape(
         target,
         cache,
@@ -60,7 +61,7 @@ def attention_partial(call: KernelCall, target: VectorTarget, name: str) -> Any:
         tile_rows=tiles[0].rows,
         scale=attributes["scale"],
         softcap=attributes["softcap"],
-        pairs=has_pairs(target, cache),
+        pairs=pairs,
     )
 
     with Kernel(name, **signature(call)) as k:

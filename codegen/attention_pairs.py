@@ -16,7 +16,18 @@ from __future__ import annotations
 from tvm import tirx
 
 from zllmc.codegen.attention_cache import Head
-from zllmc.codegen.attention_shape import BLOCK, SCALE_GROUP, Scratch, Shape, Tile, chunk_vectors, tree, zeros
+from zllmc.codegen.attention_shape import (
+    BLOCK,
+    SCALE_GROUP,
+    Scratch,
+    Shape,
+    Tile,
+    chunk_vectors,
+    fits,
+    register_rows,
+    tree,
+    zeros,
+)
 from zllmc.codegen.dot import Dot
 from zllmc.codegen.tir import (
     Expr,
@@ -44,6 +55,12 @@ def has_pairs(target: VectorTarget, cache: KVOperand) -> bool:
     return cache.type.storage == "q8" and target.dot in ("maddubs", "vnni")
 
 
+def token_rows(target: VectorTarget, head_dim: int) -> int:
+    """Rows of a tile of one token, at most: seven or eight rows of short queries are faster together, with
+    half a block of keys at a time, than in two tiles."""
+    return max(register_rows(target), 8 if head_dim <= 128 else 0)
+
+
 class PairProducts:
     """The products of a unit's rows with a block of keys and values."""
 
@@ -52,14 +69,22 @@ class PairProducts:
         width, lanes, layout = shape.head_dim, shape.lanes, shape.cache.layout
         self._dot = Dot(shape.target)
         self._groups = layout.groups
-        self._q = local("int32", shape.rows * width // 2)  # [row][quad of elements][pair]
+        # With fewer keys at a time than 16, a pair of a query would be broadcast for one product: it is kept
+        # in all lanes, so that the product can load it itself.
+        self._spread = not self._takes_block(shape.tile_rows)
+        copies = lanes if self._spread else 1
+        self._q = local("int32", shape.rows * width // 2 * copies)  # [row][quad of elements][pair][copy]
         self._q_scales = local("float32", shape.rows)
         self._value_scales = local("float32", self._groups * BLOCK)  # [group][key], of NORM
-        self._weights = local(
-            "int32", self._groups * shape.tile_rows * BLOCK // 2
-        )  # [group][row][16 keys][pair]
+        # [group][row][16 keys][pair]
+        self._weights = local("int32", self._groups * shape.tile_rows * BLOCK // 2)
         self._weight_scales = local("float32", self._groups)
         self._lanes = lanes
+
+    def _takes_block(self, rows: int) -> bool:
+        """Whether a tile sums the products with 16 keys at a time."""
+        vectors = KEY_BLOCK // self.shape.lanes
+        return fits(self.shape.target, rows * vectors, vectors)
 
     def query(self, i: Expr, q: Memory, at: Expr, scale: float) -> None:
         """Keeps q[at …] · scale as row i."""
@@ -74,11 +99,17 @@ class PairProducts:
         norm = hold(sqrt(tirx.max(square, const(TINY, "float32"))))
         self._q_scales.store(i, norm * const(scale / NORM, "float32"))
         factor = bind(broadcast(const(NORM, "float32") / norm, lanes))
-        codes = self._q.view("int16")
         paired = [quad + e for quad in range(0, lanes, QUAD) for e in (0, 2, 1, 3)]
         with serial(0, width // lanes) as v:
-            rounded = bind(cast(_rounded(q.load(at + v * lanes, lanes), factor), "int16"))
-            codes.store(i * width + v * lanes, tirx.Shuffle([rounded], paired))
+            codes = cast(_rounded(q.load(at + v * lanes, lanes), factor), "int16")
+            pairs = bind(bits(tirx.Shuffle([bind(codes)], paired), f"int32x{lanes // 2}"))
+            place = bind((i * width + v * lanes) // 2)
+            if self._spread:
+                for pair in range(lanes // 2):
+                    one = tirx.Shuffle([pairs], [pair])
+                    self._q.store((place + pair) * lanes, broadcast(one, lanes))
+            else:
+                self._q.store(place, pairs)
 
     def load(self, head: Head, key: Expr, count: Expr) -> None:
         """Turns to the keys key … key + count − 1. Values after them get the scale 0."""
@@ -103,35 +134,44 @@ class PairProducts:
 
     def score(self, head: Head, tile: Tile, key: Expr) -> None:
         """scores[row][key] = q · k."""
-        lanes, width = self._lanes, self.shape.head_dim
-        vectors = KEY_BLOCK // lanes
-        q = bind(tile.row * (width // 2))
+        vectors = KEY_BLOCK // self._lanes
+        together = vectors if self._takes_block(tile.rows) else 1
         first = hold(tirx.truncdiv(key, KEY_BLOCK))
         with serial(0, tirx.truncdiv(tile.count + (KEY_BLOCK - 1), KEY_BLOCK)) as b:
             for group in range(self._groups):
-                begin = group * SCALE_GROUP // QUAD
-                quads = min(SCALE_GROUP // QUAD, width // QUAD - begin)
-                sums = zeros("int32", tile.rows, vectors, lanes)
-                with serial(begin, begin + quads) as quad:
-                    if tile.leads:
-                        head.expect_keys(first + b, quad * QUAD)
-                        head.expect_values(first + b, quad * QUAD)
-                    words = head.key_quads(first + b, quad)
-                    keys = [_pairs(word) for word in words]
-                    for m in range(tile.rows):
-                        at = q + m * (width // 2) + quad * 2
-                        self._add_products(sums[m], keys, [self._q.load(at + pair) for pair in (0, 1)])
                 scales = head.key_scales(first + b, group)
-                for m in range(tile.rows):
-                    scale = bind(broadcast(self._q_scales.load(tile.row + m), lanes))
-                    for v in range(vectors):
-                        at = m * BLOCK + b * KEY_BLOCK + v * lanes
-                        score = cast(sums[m][v].get(), "float32") * scales[v]
-                        if group:
-                            score = fma(score, scale, self._scratch.scores.load(at, lanes))
-                        else:
-                            score = score * scale
-                        self._scratch.scores.store(at, score)
+                for v in range(0, vectors, together):
+                    self._score(head, tile, first + b, b, group, range(v, v + together), scales)
+
+    def _score(
+        self, head: Head, tile: Tile, block: Expr, b: Expr, group: int, vectors: range, scales: list[Expr]
+    ) -> None:
+        lanes, width = self._lanes, self.shape.head_dim
+        begin = group * SCALE_GROUP // QUAD
+        quads = min(SCALE_GROUP // QUAD, width // QUAD - begin)
+        sums = zeros("int32", tile.rows, len(vectors), lanes)
+        with serial(begin, begin + quads) as quad:
+            if tile.leads and vectors[0] == 0:
+                head.expect_keys(block, quad * QUAD)
+                head.expect_values(block, quad * QUAD)
+            words = head.key_quads(block, quad)
+            keys = [_pairs(words[v]) for v in vectors]
+            for m in range(tile.rows):
+                at = (tile.row + m) * (width // 2) + quad * 2
+                self._add_products(sums[m], keys, [self._query_pair(at + pair) for pair in (0, 1)])
+        for m in range(tile.rows):
+            scale = bind(broadcast(self._q_scales.load(tile.row + m), lanes))
+            for v, total in zip(vectors, sums[m], strict=True):
+                at = m * BLOCK + b * KEY_BLOCK + v * lanes
+                score = cast(total.get(), "float32") * scales[v]
+                before = self._scratch.scores.load(at, lanes)
+                self._scratch.scores.store(at, fma(score, scale, before) if group else score * scale)
+
+    def _query_pair(self, at: Expr) -> Expr:
+        """A pair of elements of a query in every lane."""
+        if self._spread:
+            return self._q.load(at * self._lanes, self._lanes)
+        return broadcast(self._q.load(at), self._lanes)
 
     def weigh(self, m: Expr, key: Expr, weights: list[Expr]) -> None:
         """Takes the weights of row m of the tile at the keys from `key` of the block on, in vectors."""
@@ -164,7 +204,7 @@ class PairProducts:
                     values = [_pairs(word) for word in words]
                     for m in range(tile.rows):
                         at = (first + m) * (BLOCK // 2) + b * (KEY_BLOCK // 2) + r
-                        weights = [self._weights.load(at + rows * pair) for pair in (0, 1)]
+                        weights = [broadcast(self._weights.load(at + rows * pair), lanes) for pair in (0, 1)]
                         self._add_products(sums[m], values, weights)
             for m in range(tile.rows):
                 rescale = bind(broadcast(self._scratch.rescale.load(m), lanes))
@@ -179,7 +219,7 @@ class PairProducts:
         self, sums: list[Register], quads: list[tuple[Expr, Expr]], factors: list[Expr]
     ) -> None:
         """sums += a row's two pairs (as an i32 each) · those of each of `quads`."""
-        low, high = (bind(bits(broadcast(f, self._lanes), f"int16x{2 * self._lanes}")) for f in factors)
+        low, high = (bind(bits(f, f"int16x{2 * self._lanes}")) for f in factors)
         for total, (first, second) in zip(sums, quads, strict=True):
             products = self._dot.pair_sum(first, low) + self._dot.pair_sum(second, high)
             total.set(total.get() + products)

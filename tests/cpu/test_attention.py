@@ -32,7 +32,7 @@ SHAPES = [  # (heads, kv heads, E), storage
     ((16, 1, 32), "f16"),
     ((14, 2, 96), "f16"),
     ((2, 1, 256), "f16"),
-    ((16, 1, 64), "q8"),
+    ((13, 1, 64), "q8"),
     ((5, 1, 80), "q8"),
     ((4, 2, 128), "q8"),
 ]
@@ -47,7 +47,7 @@ on_shapes = pytest.mark.parametrize(
         (target, *shape)
         for target in RUNNABLE
         for shape in SHAPES
-        if target in NATIVE or shape[0] in {(5, 1, 80), (14, 2, 96), (2, 1, 256), (16, 1, 64)}
+        if target in NATIVE or shape[0] in {(5, 1, 80), (14, 2, 96), (2, 1, 256), (13, 1, 64)}
     ],
     ids=str,
 )
