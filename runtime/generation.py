@@ -52,8 +52,9 @@ class Stats:
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens computed in a second."""
-        return (self.prompt_tokens - self.reused_tokens) / max(self.prefill_seconds, 1e-9)
+        """Prompt tokens computed in a second; 0 before the first token."""
+        computed = self.prompt_tokens - self.reused_tokens if self.tokens else 0
+        return computed / max(self.prefill_seconds, 1e-9)
 
     @property
     def decode_rate(self) -> float:

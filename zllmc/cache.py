@@ -158,7 +158,8 @@ def _files(model: Path) -> list[Path]:
     if model.is_dir():
         return sorted(path for path in model.iterdir() if path.is_file())
     if not model.is_file():  # asked before opening: opening a pipe waits for its writer
-        raise ZllmcError(f"{model}: there is no such file. Check the path.")
+        problem = "this is no regular file" if model.exists() else "there is no such file"
+        raise ZllmcError(f"{model}: {problem}. Check the path.")
     shard = _SHARD.fullmatch(model.name)
     if shard is None:
         return [model]

@@ -93,8 +93,10 @@ class Conversation:
 def speeds(stats: Stats) -> str:
     """`prompt 31 tokens, 410.2 tokens/s | answer 57 tokens, 48.1 tokens/s`"""
     reused = f" ({stats.reused_tokens:,} reused)" if stats.reused_tokens else ""
-    prompt = f"prompt {stats.prompt_tokens:,} tokens{reused}, {stats.prefill_rate:.1f} tokens/s"
-    answer = f"answer {stats.tokens:,} tokens"
+    prompt = f"prompt {stats.prompt_tokens:,} tokens{reused}"
+    if stats.tokens:  # else it was stopped before
+        prompt += f", {stats.prefill_rate:.1f} tokens/s"
+    answer = f"answer {stats.tokens:,} token{'' if stats.tokens == 1 else 's'}"
     if stats.tokens > 1:
         answer += f", {stats.decode_rate:.1f} tokens/s"
     if stats.drafted:

@@ -90,7 +90,7 @@ Examples:
 )
 @compile_options
 @click.option(
-    "--max-batch", default=8, show_default=True, type=click.IntRange(1), help="Sequences of a decode pass."
+    "--max-batch", default=8, show_default=True, type=int, help="Sequences of a decode pass, up to 256."
 )
 @click.option(
     "--dump-ir",
@@ -109,7 +109,10 @@ def compile_command(
     verify: bool,
 ) -> None:
     """Compile MODEL (a GGUF file or a Hugging Face folder) into an artifact."""
-    from zllmc.cache import kernel_cache
+    from zllmc.cache import is_artifact, kernel_cache
+
+    if is_artifact(model):
+        raise click.UsageError(f"{model} is compiled already: `zllmc run` takes it as it is")
     from zllmc.compiler import compile_model
     from zllmc.terminal import progress_bars
     from zllmc.wording import gib

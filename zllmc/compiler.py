@@ -47,6 +47,7 @@ from zllmc.zllm_ir.plan import Launch, Plan
 from zllmc.zllm_ir.types import KVType, TensorType
 
 DEFAULT_CONTEXT = 8192
+MOST_BATCH = 256  # a pass has launches of its own for each sequence: planning so many takes half a minute
 
 
 def compile_model(
@@ -68,8 +69,8 @@ def compile_model(
     `kv` is f16 or q8. One pass can decode a token of each of `max_batch` sequences. The folder appears whole
     or not at all. Raises ZllmcError that names the tensor, op or field that cannot be compiled.
     """
-    if max_batch < 1:
-        raise ZllmcError(f"max_batch is {max_batch}; it must be 1 or more")
+    if not 1 <= max_batch <= MOST_BATCH:
+        raise ZllmcError(f"max_batch is {max_batch}; it must be from 1 to {MOST_BATCH}")
     device = targets.parse(target)
     with _describing(Path(model)) as described, _thread() as other:
         source = load_model(model, context=context or DEFAULT_CONTEXT, kv=kv)

@@ -98,6 +98,10 @@ def verify_artifact(
         ids, expected = read_reference(against, opened.manifest)
         check(against.name, ids, expected, tolerance or usual)
     if source is not None:
+        prefill = next(entry for entry in opened.plan.entries if entry.name == "prefill")
+        most = min(prefill.max_tokens + 1, opened.manifest.context)
+        if not 2 <= tokens <= most:
+            raise ZllmcError(f"--tokens is {tokens:,}, but this artifact takes 2 to {most:,}")
         ids = np.random.default_rng(0).integers(0, opened.manifest.vocab, tokens).tolist()
         kernels = list(check_kernels(opened, source, ids, threads, device))
         expected = reference_logits(opened.manifest, source, ids)

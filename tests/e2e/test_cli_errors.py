@@ -107,12 +107,27 @@ def test_a_damaged_artifact_is_refused(
         (["--top-p", "2"], "top_p"),
         (["--stop", ""], "stop string"),
         (["--threads", "0"], "threads"),
+        (["--top-k", "-1"], "top_k is -1; it must be a whole number, 0 or more"),
         (["--no-such-option"], "no-such-option"),
     ],
 )
 def test_wrong_options_are_named(run: Run, artifact: pathlib.Path, options: list[str], name: str) -> None:
     done = run("run", artifact, "hi", *options)
     assert done.code == 2 and name in done.err
+
+
+def test_what_is_no_model_to_compile_is_said(
+    run: Run, artifact: pathlib.Path, gguf: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    for arguments, message in (
+        ((artifact,), "is compiled already"),
+        ((tmp_path / "pipe.gguf",), "no regular file"),
+        ((gguf, "--max-batch", "100000"), "max_batch is 100000; it must be from 1 to 256"),
+    ):
+        done = run("compile", *arguments)
+        assert done.code == 2 and message in done.err
+    assert "no regular file" in run("run", tmp_path / "pipe.gguf", "hi").err
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

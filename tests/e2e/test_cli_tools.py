@@ -143,12 +143,16 @@ def test_verify_finds_wrong_logits(run: Run, artifact: pathlib.Path, tmp_path: p
 
 
 def test_verify_refuses_what_it_cannot_compare(
-    run: Run, artifact: pathlib.Path, tmp_path: pathlib.Path
+    run: Run, artifact: pathlib.Path, gguf: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     np.savez(tmp_path / "odd.npz", tokens=np.zeros(3, np.int32), logits=np.zeros((3, 7), np.float32))
     (tmp_path / "bad.npz").write_bytes(b"no zip")
-    for wrong in "odd.npz", "bad.npz":
-        done = run("verify", artifact, "--against", tmp_path / wrong)
+    for options in (
+        ["--against", tmp_path / "odd.npz"],
+        ["--against", tmp_path / "bad.npz"],
+        ["--source", gguf, "--tokens", 514],
+    ):
+        done = run("verify", artifact, *options)
         assert done.code == 2 and done.err.count("\n") == 1
 
 

@@ -153,6 +153,7 @@ def test_cancel_ends_a_long_prompt_between_two_passes():
     session._advance = lambda ids: (cancel.set(), advance(ids))[1]
     chunks = greedy(e, "x" * 3000, session=session, cancel=cancel)
     assert [c.finish for c in chunks] == ["cancelled"]
+    assert chunks[-1].stats.prefill_rate == 0
     assert 0 < len(session.tokens) < 3000
 
 
