@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from threading import Event
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -83,7 +84,7 @@ def generate(
     *,
     max_tokens: int | None = None,
     sampling: SamplingParams | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     seed: int | None = None,
     session: Session | None = None,
     fence: Fence | None = None,
@@ -94,6 +95,7 @@ def generate(
 
     `prompt` is text to continue, chat messages for the model's template, or token ids as they are. A
     `session` keeps its tokens from one call to the next: the longest common beginning isn't computed again.
+    A `stop` string, or the first of several, ends the answer before itself.
     `fence` gets the generated ids and gives the tokens (vocab,) that may come next, or None for any. Closing
     the iterator or setting `cancel` (from any thread) ends the stream after at most one more pass, or the few
     that a device has begun.
@@ -112,8 +114,9 @@ def generate(
     if not 0 <= min(ids) <= max(ids) < vocab:
         wrong = next(id for id in ids if not 0 <= id < vocab)
         raise PromptError(f"the prompt has the token id {wrong}, but the vocabulary has {vocab:,} tokens")
-    if max_tokens is not None and max_tokens < 1:
-        raise PromptError(f"max_tokens is {max_tokens}; it must be 1 or more")
+    for name, number, least in (("max_tokens", max_tokens, 1), ("seed", seed, 0)):
+        if number is not None and (not isinstance(number, Integral) or number < least):
+            raise PromptError(f"{name} is {number!r}; it must be a whole number, {least} or more")
     if speculate not in (None, "ngram"):
         raise PromptError(f"speculate is {speculate!r}; it must be 'ngram' or None")
     return _steps(
@@ -121,7 +124,7 @@ def generate(
         ids,
         min(max_tokens or context, context - len(ids) + 1),  # the last token needs no place in the cache
         Sampler(sampling or SamplingParams(), seed),
-        _Text(engine, StopMatcher(stop), continues=not is_chat),
+        _Text(engine, StopMatcher([stop] if isinstance(stop, str) else stop), continues=not is_chat),
         engine.session() if session is None else session,
         fence,
         cancel or Event(),

@@ -73,7 +73,7 @@ def compile_model(
         raise ZllmcError(f"max_batch is {max_batch}; it must be from 1 to {MOST_BATCH}")
     device = targets.parse(target)
     with _describing(Path(model)) as described, _thread() as other:
-        source = load_model(model, context=context or DEFAULT_CONTEXT, kv=kv)
+        source = load_model(model, context=DEFAULT_CONTEXT if context is None else context, kv=kv)
         if context is None and source.facts.trained_context < DEFAULT_CONTEXT:
             context = source.facts.trained_context
             source = load_model(model, context=context, kv=kv)

@@ -15,6 +15,8 @@ import pytest
 
 from gguf_writer import STRING, key, model, string
 from processes import COMMAND, Run, cached
+from zllmc.compiler import compile_model
+from zllmc.zllm_ir.errors import ZllmcError
 
 pytest_plugins = ("cli_fixtures",)
 
@@ -128,6 +130,8 @@ def test_what_is_no_model_to_compile_is_said(
         done = run("compile", *arguments)
         assert done.code == 2 and message in done.err
     assert "no regular file" in run("run", tmp_path / "pipe.gguf", "hi").err
+    with pytest.raises(ZllmcError, match="a context of 0 tokens"):
+        compile_model(gguf, tmp_path / "x.zllm", context=0)
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

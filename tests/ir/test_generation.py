@@ -70,8 +70,9 @@ def test_only_a_new_text_loses_the_space_that_the_tokenizer_puts_before_texts():
     assert text_of(greedy(e, [{"role": "user", "content": "hi"}])) == "Hello"
 
 
-def test_a_stop_string_ends_an_answer_before_it():
-    chunks = greedy(engine("one END two"), "hi", stop=["END"])
+@pytest.mark.parametrize("stop", ["END", ["END"]])
+def test_a_stop_string_ends_an_answer_before_it(stop):
+    chunks = greedy(engine("one END two"), "hi", stop=stop)
     assert text_of(chunks) == "one " and chunks[-1].finish == "stop"
 
 
@@ -189,7 +190,9 @@ def test_penalties_see_the_prompt():
         ("x" * 1000, {}, r"1,001 tokens.*1,000"),
         ([5, VOCAB], {}, "258"),
         ([-1], {}, "-1"),
-        ("hi", {"max_tokens": 0}, "max_tokens"),
+        ("hi", {"max_tokens": 0}, "max_tokens is 0; it must be a whole number, 1 or more"),
+        ("hi", {"max_tokens": 1.5}, "max_tokens is 1.5"),
+        ("hi", {"seed": -1}, "seed is -1; it must be a whole number, 0 or more"),
         ([5, {"role": "user", "content": "hi"}], {}, "mixes"),
     ],
 )
