@@ -13,84 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from zllmc.codegen.dot import Dot, broadcast_pair, broadcast_step, load_i32
+from zllmc.codegen.activations import Activations, IntegerScales
+from zllmc.codegen.dot import Dot, load_i32
 from zllmc.codegen.grid_codes import load_scale
 from zllmc.codegen.packing import STEPS, UNIT, PackedLayout
-from zllmc.codegen.tir import Expr, Memory, Register, bind, bits, broadcast, cast, const, prefetch, serial
+from zllmc.codegen.tir import Expr, Memory, Register, bind, cast, const, serial
 from zllmc.zllm_ir.block_format import Float
 from zllmc.zllm_ir.errors import ZllmcError
 
 Vectors = Callable[[Expr], list[Expr]]  # of a unit: its codes as the dot product wants them, or its scales
-
-
-class Activations:
-    """Rows of x, which are `a8` rows (see `activation_row_bytes`); `row` is the word where one begins. What
-    there is for all rows of W comes broadcast to a vector."""
-
-    def __init__(self, layout: PackedLayout, dot: Dot, x: Memory) -> None:
-        self._dot, self._halved = dot, layout.format.sub_block < UNIT
-        self._bytes, self._words = x.view("int8"), x.view("int32")
-        self._halves, self._floats = x.view("int16"), x.view("float32")
-        units = layout.columns // UNIT
-        self._scale_at = layout.columns // 4
-        self._sum_at = self._scale_at + units
-        self._pair_at = self._sum_at + units
-
-    def codes(self, row: Expr, unit: Expr) -> Expr:
-        """The unit's codes as they lie there, i8."""
-        return self._bytes.load(4 * row + unit * UNIT, UNIT)
-
-    def prefetch(self, row: Expr, unit: Expr) -> None:
-        prefetch(self._bytes, 4 * row + unit * UNIT)
-
-    def step(self, row: Expr, unit: Expr, step: Expr) -> Expr:
-        """Four codes."""
-        return broadcast_step(self._words, row + unit * STEPS + step, self._dot.lanes)
-
-    def scale(self, row: Expr, unit: Expr) -> Expr:
-        return broadcast(self._floats.load(row + self._scale_at + unit), self._dot.lanes)
-
-    def scaled_sum(self, row: Expr, unit: Expr) -> Expr:
-        """The unit's scale · Σ codes."""
-        return broadcast(self._floats.load(row + self._sum_at + unit), self._dot.lanes)
-
-    def half_sums(self, row: Expr, unit: Expr) -> Expr:
-        """Σ codes of both halves of the unit: i16 pairs."""
-        return broadcast_pair(self._words, row + self._pair_at + unit, self._dot.lanes)
-
-    def times_sum(self, row: Expr, unit: Expr, factor: int, half: int | None = None) -> Expr:
-        """factor · Σ codes, of the unit or of one half; i32 lanes."""
-        low, high = (factor & 0xFFFF if half in (part, None) else 0 for part in range(2))
-        word = (low | high << 16) - (1 << 32 if high >> 15 else 0)
-        by = bits(const(word, "int32", self._dot.lanes), f"int16x{2 * self._dot.lanes}")
-        return self._dot.pair_sum(by, self.half_sums(row, unit))
-
-    def plus_unit(
-        self,
-        total: Expr,
-        parts: Sequence[tuple[Expr, Expr]],
-        dx: Expr,
-        minimum: Expr | None,
-        row: Expr,
-        unit: Expr,
-    ) -> Expr:
-        """total + what a unit without sub-scales adds. `parts`: sums of products as f32, each with its d."""
-        if len(parts) == 1:
-            ((value, d),) = parts
-            total = total + value * dx * d
-        else:
-            scaled = const(0, "float32", self._dot.lanes)
-            for value, d in parts:
-                scaled = bind(scaled + value * d)
-            total = total + scaled * dx
-        return total if minimum is None else total + minimum * self.scaled_sum(row, unit)
-
-    def plus_minimum(self, minima: Expr, mn: Expr, row: Expr, unit: Expr) -> Expr:
-        """minima + Σ_sub mn · dx · Σx; `mn` is what `BlockSums.sub_minimum` gives."""
-        if not self._halved:
-            return minima + mn * self.scaled_sum(row, unit)
-        pairs = self._dot.pair_sum(mn, self.half_sums(row, unit))
-        return minima + cast(pairs, "float32") * self.scale(row, unit)
 
 
 class BlockSums:
@@ -207,27 +138,34 @@ class BlockSums:
         end: Expr,
         steps: Vectors,
         scales: Vectors,
+        factors: IntegerScales | None = None,
     ) -> None:
         """Add units begin … end − 1 to the totals; `rows` are the word offsets of the rows of x, `scales`
-        gives what `unit_scales` does."""
+        gives what `unit_scales` does. With `factors`, there is one row, whose total lacks their `scale`."""
         layout = self.layout
         parts = 2 if layout.format.scale is not None and layout.format.scale.count > 1 else 1
         with serial(begin, end) as unit:
             codes, given, x = steps(unit), scales(unit), self._steps_of(rows, unit)
+            k = factors and bind(factors.factor(0, unit))
             sums = []
             for part in range(parts):
                 of = slice(part * STEPS // parts, (part + 1) * STEPS // parts)
-                sums.append(self.dot.dot(layout, codes[of], [each[of] for each in x], None))
+                sums.append(self.dot.dot(layout, codes[of], [each[of] for each in x], k))
             for i, (total, row) in enumerate(zip(totals, rows, strict=True)):
                 values = []
                 for part, d in enumerate(given[:parts]):
                     value = sums[part][i]
-                    if offset := self.dot.offset(layout):
+                    if factors:
+                        value = factors.less_offset(value, 0, unit, part)
+                    elif offset := self.dot.offset(layout):
                         value = value + self.x.times_sum(row, unit, -offset, part if parts > 1 else None)
                     values.append((cast(value, "float32"), d))
                 minimum = given[parts] if layout.format.minimum else None
-                dx = bind(self.x.scale(row, unit))
-                total.set(self.x.plus_unit(total.get(), values, dx, minimum, row, unit))
+                if factors:
+                    dx, sum = None, factors.sum(0, unit) if layout.format.minimum else None
+                else:
+                    dx, sum = bind(self.x.scale(row, unit)), self.x.scaled_sum(row, unit)
+                total.set(self.x.plus_unit(total.get(), values, dx, minimum, sum))
 
     def add_blocks(
         self, totals: Sequence[Register], rows: Sequence[Expr], begin: Expr, end: Expr, steps: Vectors

@@ -18,6 +18,7 @@ from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.block_format import Field, Grid
 
 LARGEST_PAIR = 2 * 127  # of two activations
+_LARGEST_NARROW = 64  # of signed codes: lifted to unsigned ones, their pairs still fit an i16
 
 
 class Dot:
@@ -94,6 +95,10 @@ class Dot:
         """Whether the codes are i8, not u8."""
         codes = layout.codes
         return codes.signed or (isinstance(codes, Field) and codes.table is not None)
+
+    def narrow(self, layout: PackedLayout) -> bool:
+        """maddubs only: whether codes, made unsigned, are small enough for sums of several steps in i16."""
+        return not self.signed(layout) or layout.codes.largest <= _LARGEST_NARROW
 
     def offset(self, layout: PackedLayout) -> int:
         """`values` minus the weight's integer: a constant that the sums of activations take out again."""

@@ -12,7 +12,8 @@ from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
-from zllmc.codegen.block_sums import Activations, BlockSums
+from zllmc.codegen.activations import Activations, IntegerScales, largest_factor
+from zllmc.codegen.block_sums import BlockSums
 from zllmc.codegen.dot import Dot
 from zllmc.codegen.grid_codes import load_plain
 from zllmc.codegen.linear_tiles import Tiles
@@ -72,8 +73,11 @@ def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
         together = 1 if x.single_row else groups.tiles.width
         begin, end = share(kernel, layout.groups // together)
         if x.single_row:
+            factors = groups.factors(1, offsets=True)
+            if factors:
+                factors.prepare(0, 0)
             with serial(begin, end) as group:
-                groups.decode(group)
+                groups.decode(group, factors)
         else:
             tokens = bind(row_count(x, given["control"]))
             size = columns if quantized else 4 * columns
@@ -105,7 +109,13 @@ class _Groups:
     bias: Memory | None
     residual: _Rows | None
 
-    def decode(self, group: Expr) -> None:
+    def factors(self, rows: int, *, offsets: bool) -> IntegerScales | None:
+        if self.layout.format.plain is not None or not largest_factor(self.layout, self.dot):
+            return None
+        x = Activations(self.layout, self.dot, self.x)
+        return IntegerScales(self.layout, self.dot, x, rows, offsets=offsets)
+
+    def decode(self, group: Expr, factors: IntegerScales | None) -> None:
         """The only row of x."""
         record = self._record(group)
         start = const(0, "int32")
@@ -123,9 +133,10 @@ class _Groups:
                 blocks = self.layout.columns // self.layout.format.block
                 sums.add_blocks([register], [start], 0, blocks, steps)
             else:
-                sums.add_units([register], [start], 0, self.layout.columns // UNIT, steps, sums.unit_scales)
+                units = self.layout.columns // UNIT
+                sums.add_units([register], [start], 0, units, steps, sums.unit_scales, factors)
             total = register.get()
-        self._finish(group, start, total)
+        self._finish(group, start, total * factors.scale(0) if factors else total)
 
     def prefill(self, begin: Expr, end: Expr, first: Expr, count: Expr, most: int) -> None:
         """Groups begin … end − 1 against rows first … first + count − 1 of x, which are at most `most`."""
@@ -134,6 +145,10 @@ class _Groups:
         width = tiles.width
         totals = local("float32", most * width * lanes)
         starts = tiles.prepare(most, first, count, self.x_stride) if isinstance(tiles, Tiles) else None
+        factors = self.factors(most, offsets=False)
+        if factors:
+            with serial(0, count) as row:
+                factors.prepare(row, (first + row) * self.x_stride)
         with serial(begin, end) as some:
             numbers = [bind(some * width + g) for g in range(width)]
             records = [self._record(group) for group in numbers]
@@ -154,10 +169,11 @@ class _Groups:
                 tiles.add(totals, records, first, count, self.x_stride, self._prefetch)
             else:
                 weights = [BlockSums(self.layout, self.dot, record, self.x) for record in records]
-                tiles.add(totals, weights, starts, first, count, self.x_stride, ask)
+                tiles.add(totals, weights, starts, factors, first, count, self.x_stride, ask)
             with serial(0, count) as r:
                 for g, group in enumerate(numbers):
-                    self._finish(group, first + r, totals.load((r * width + g) * lanes, lanes))
+                    total = totals.load((r * width + g) * lanes, lanes)
+                    self._finish(group, first + r, total * factors.scale(r) if factors else total)
 
     @property
     def tiles(self) -> Tiles | PlainTiles:

@@ -18,7 +18,8 @@ from functools import cached_property, partial
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from zllmc.codegen.block_sums import Activations, BlockSums
+from zllmc.codegen.activations import Activations, IntegerScales
+from zllmc.codegen.block_sums import BlockSums
 from zllmc.codegen.dot import LARGEST_PAIR, Dot
 from zllmc.codegen.packing import STEPS, UNIT, PackedLayout
 from zllmc.codegen.plain_tiles import tile_groups
@@ -27,7 +28,6 @@ from zllmc.codegen.tir import Expr, Memory, Register, bind, bits, broadcast, cas
 Sums = list[list[Expr]]  # of each row of x and each group
 
 _UNPACKED = 16 * 1024  # bytes of unpacked vectors: half of the L1 cache
-_LIFTED = 64  # signed codes up to this size are lifted to unsigned ones: their pairs still fit an i16
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ class Tiles:
     @cached_property
     def lift(self) -> int:
         """What is added to signed codes to make them unsigned."""
-        largest = self.layout.codes.largest
         signed = self.dot.kind == "maddubs" and self.dot.signed(self.layout)
-        return largest if signed and largest <= _LIFTED else 0
+        return self.layout.codes.largest if signed and self.dot.narrow(self.layout) else 0
 
     @cached_property
     def split(self) -> bool:
@@ -89,14 +88,16 @@ class Tiles:
         totals: Memory,
         weights: Sequence[BlockSums],
         starts: Memory | None,
+        factors: IntegerScales | None,
         first: Expr,
         count: Expr,
         stride: int,
         prefetch: Callable[..., None],
     ) -> None:
         """totals[row][group] += w · x for rows first … first + count − 1 of x, `stride` words apart, and the
-        `width` groups of weights. `starts`: of `prepare`. `prefetch(unit, ahead=…)` asks for the weights that
-        will be unpacked that many units after this one, maybe those of the next groups."""
+        `width` groups of weights; a row's lack `factors.scale`. `starts`: of `prepare`. `prefetch(unit,
+        ahead=…)` asks for the weights that will be unpacked that many units after this one, maybe those of
+        the next groups."""
         units = self.layout.format.block // UNIT
         blocks = self.layout.columns // self.layout.format.block
         vectors = _UnitVectors(self.names, self.width, self.dot.lanes)
@@ -107,7 +108,9 @@ class Tiles:
         def tile(row: Expr, rows: int, begin: Expr, end: Expr) -> None:
             words = [bind((first + row + r) * stride) for r in range(rows)]
             ask = partial(prefetch, ahead=piece * units)
-            _Tile(self, weights, vectors, starts, words, stride, row, zero, ask).add(totals, begin, end)
+            _Tile(self, weights, vectors, starts, factors, words, stride, row, zero, ask).add(
+                totals, begin, end
+            )
 
         with serial(0, -(-blocks // piece)) as p:
             begin = bind(p * piece)
@@ -161,21 +164,17 @@ class Tiles:
         """What the i16 sums of each row and chunk start with: [row][unit][chunk], both sums in 4 bytes."""
         if not self.zero or self.dot.kind != "maddubs":
             return None
-        lanes, units, chunks = self.dot.lanes, self.layout.columns // UNIT, self.chunks
-        starts = local("int32", most * units * chunks)
+        lanes, units = self.dot.lanes, self.layout.columns // UNIT
+        starts = local("int32", most * units * self.chunks + lanes)
         by = const(self.zero, "uint8", 4 * lanes)
-        with serial(0, count) as row, serial(0, units) as unit:
-            sums = bind(self.dot.plus_products(None, by, self.x.codes((first + row) * stride, unit)))
-            distance = 1
-            while distance < self.chunk:
-                order = [lane ^ distance for lane in range(lanes)]
-                other = tirx.Shuffle([bits(sums, f"int32x{lanes}")], order)
-                sums = bind(sums + bits(other, f"int16x{2 * lanes}"))
-                distance *= 2
-            sums = bind(bits(const(0, "int16", 2 * lanes) - sums, f"int32x{lanes}"))
-            for chunk in range(chunks):
-                value = tirx.Shuffle([sums], [chunk * self.chunk])
-                starts.store((row * units + unit) * chunks + chunk, value)
+        with serial(0, count) as row, serial(0, -(-units // self.chunk)) as some:
+            begin = bind(some * self.chunk)
+            sums = []
+            for i in range(self.chunk):  # past the last unit, this gives what the next row overwrites
+                codes = self.x.codes((first + row) * stride, bind(T.min(begin + i, units - 1)))
+                sums.append(bind(self.dot.plus_products(None, by, codes)))
+            total = const(0, "int16", 2 * lanes) - _sums_of_chunks(sums)
+            starts.store((row * units + begin) * self.chunks, bits(total, f"int32x{lanes}"))
         return starts
 
 
@@ -236,6 +235,7 @@ class _Tile:
     weights: Sequence[BlockSums]
     vectors: _UnitVectors
     starts: Memory | None
+    factors: IntegerScales | None
     words: Sequence[Expr]
     stride: Expr
     row: Expr
@@ -261,17 +261,21 @@ class _Tile:
     def _add_unit(self, totals: _Vectors, unit: Expr, slot: Expr) -> None:
         self._ask(unit)
         x, parts = self.of.x, [name for name in self.of.names if name[0] == "d"]
+        minimum = self.of.layout.format.minimum
         chunks = self.of.chunks // len(parts)
         sums = [self._dot(unit, slot, part * chunks, chunks) for part in range(len(parts))]
         for r, row in enumerate(self.words):
-            dx = bind(x.scale(row, unit))
+            if self.factors is None:
+                dx, sum = bind(x.scale(row, unit)), x.scaled_sum(row, unit) if minimum else None
+            else:
+                dx, sum = None, self.factors.sum(self.row + r, unit) if minimum else None
             for g in range(self.of.width):
                 terms = [
                     (cast(of_part[r][g], "float32"), self.vectors.load(slot, g, d))
                     for of_part, d in zip(sums, parts, strict=True)
                 ]
-                minimum = self.vectors.load(slot, g, "minimum") if self.of.layout.format.minimum else None
-                totals.set(r, g, x.plus_unit(totals.get(r, g), terms, dx, minimum, row, unit))
+                m = self.vectors.load(slot, g, "minimum") if minimum else None
+                totals.set(r, g, x.plus_unit(totals.get(r, g), terms, dx, m, sum))
 
     def _add_block(self, totals: _Vectors, block: Expr, number: Expr) -> None:
         """`number` counts the blocks that are unpacked."""
@@ -342,10 +346,16 @@ class _Tile:
             with serial(done, steps + self.zero) as step:
                 _set(registers, self._plus_step(_get(registers), unit, slot, first + step))
             sums = _get(registers)
-        scales: list[Expr | None] = [None] * self.of.width
+        width, rows = self.of.width, range(len(self.words))
+        scales: list[list[Expr | None]] = [[None] * width for _ in rows]
         if self.of.layout.subs:
-            scales = [bind(self.vectors.load(slot, g, "scale0", chunk)) for g in range(self.of.width)]
-        return [[bind(self.of.dot.widened(*each)) for each in zip(row, scales, strict=True)] for row in sums]
+            scales = [[bind(self.vectors.load(slot, g, "scale0", chunk)) for g in range(width)]] * len(rows)
+        elif self.factors is not None:
+            scales = [[bind(self.factors.factor(self.row + r, unit))] * width for r in rows]
+        return [
+            [bind(self.of.dot.widened(*each)) for each in zip(*both, strict=True)]
+            for both in zip(sums, scales, strict=True)
+        ]
 
     def _start(self, unit: Expr, chunk: Expr) -> Sums:
         """What the sums of a chunk start with; empty where the first products are the start."""
@@ -378,6 +388,27 @@ class _Tile:
 
     def _registers(self, values: Sums) -> list[list[Register]]:
         return [[Register(*_type(value), value) for value in of_row] for of_row in values]
+
+
+# Of two vectors of eight i32, which go into either term of a sum; but for the last time, in halves of each.
+_FOLDS = [((0, 2, 8, 10, 4, 6, 12, 14), (1, 3, 9, 11, 5, 7, 13, 15))] * 2
+_FOLDS.append(((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)))
+_ORDERS = {2: (0, 1, 4, 5, 2, 3, 6, 7), 4: (0, 4, 1, 5, 2, 6, 3, 7)}
+
+
+def _sums_of_chunks(units: list[Expr]) -> Expr:
+    """[unit][chunk]: sums over the steps of each chunk. There is a vector of 8 steps, i16 pairs, for each of
+    1, 2, 4 or 8 units, and a chunk has as many steps."""
+    vectors = [bits(unit, "int32x8") for unit in units]
+
+    def picked(pair: list[Expr], order: Sequence[int]) -> Expr:
+        return bits(tirx.Shuffle(pair, list(order)), "int16x16")
+
+    for fold in _FOLDS:
+        if len(vectors) > 1:
+            pairs = [vectors[i : i + 2] for i in range(0, len(vectors), 2)]
+            vectors = [bind(bits(picked(p, fold[0]) + picked(p, fold[1]), "int32x8")) for p in pairs]
+    return picked(vectors, _ORDERS.get(len(units), range(8)))
 
 
 def _type(value: Expr) -> tuple[str, int]:
