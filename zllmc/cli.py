@@ -108,7 +108,7 @@ def compile_command(
     dump_ir: Path | None,
     verify: bool,
 ) -> None:
-    """Compile MODEL (a GGUF file or a Hugging Face folder) into an artifact."""
+    """Compile MODEL into an artifact. A GGUF file and a Hugging Face folder are models."""
     from zllmc.cache import is_artifact, kernel_cache
 
     if is_artifact(model):
@@ -189,9 +189,10 @@ def run(
     kv: str | None,
     **sampling: float | None,
 ) -> None:
-    """Chat with MODEL (an artifact, or a model that is compiled once into a cache), or answer PROMPT and end.
+    """Chat with MODEL, or answer PROMPT and end.
 
-    PROMPT - reads the whole prompt from stdin. Without PROMPT, every line of stdin is a question.
+    MODEL is an artifact, or a model that is compiled once into a cache. A PROMPT of "-" is all of stdin;
+    without PROMPT, every line of stdin is a question.
     """
     from zllmc import chat
     from zllmc.cache import is_artifact, load
@@ -237,7 +238,7 @@ def run(
 @model_argument
 @json_option
 def info(model: Path, as_json: bool) -> None:
-    """Show what MODEL is, what it needs, and what each target would do with it."""
+    """Show what MODEL is and needs. Of a model it also says which targets have kernels for it."""
     from zllmc.info import show_info
 
     show_info(model, as_json=as_json)
@@ -294,10 +295,11 @@ def verify(
     context: int | None,
     kv: str | None,
 ) -> None:
-    """Check the files of MODEL, and compare every kernel and its logits with the reference interpreter.
+    """Check that MODEL computes what it should.
 
-    The exit code is 1 if anything is out of tolerance, 2 if a file is damaged. An artifact needs --source or
-    --against for more than its files.
+    Its files are checked, and every kernel and the logits compared with the reference interpreter's. The exit
+    code is 1 if anything is out of tolerance, 2 if a file is damaged. An artifact needs --source or --against
+    for more than its files.
     """
     from zllmc.cache import is_artifact
     from zllmc.terminal import progress_bars
@@ -366,7 +368,7 @@ def bench(
     as_json: bool,
     threads: int | None,
 ) -> None:
-    """Measure how fast MODEL runs: load, prefill, decode, time to the first token, memory."""
+    """Measure how fast MODEL runs. That is loading, prefill, decode, the first token, and memory."""
     if model_only != (target is not None):
         raise click.UsageError("--model-only takes a --target like cuda:sm_90, and no other bench does")
     if target is not None:

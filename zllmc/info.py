@@ -224,7 +224,7 @@ def _show_artifact(manifest: Manifest, *, as_json: bool) -> None:
         ("parameters", f"{manifest.parameters:,}"),
         ("formats", formats),
         ("KV", manifest.kv),
-        ("target", f"{manifest.target} ({manifest.triple})"),
+        ("target", manifest.target + (f" ({manifest.triple})" if manifest.triple else "")),
         ("source", f"{one_line(source.file)}, {source.bytes:,} bytes, sha256 {source.sha256}"),
         ("compiled by", f"zllmc {manifest.compiler}, TVM {manifest.tvm}"),
         *(("note", text) for text in manifest.notes),

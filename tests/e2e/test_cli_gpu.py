@@ -41,6 +41,7 @@ def test_an_artifact_has_readable_sources_and_what_the_driver_loads(
     assert sources and sources == sorted(path.stem for path in kernels.glob("*.hsaco"))
     assert all('#include "prelude.h"' in path.read_text() for path in kernels.glob("*.hip"))
     assert "__global__" in (kernels / "prelude.h").read_text()
+    assert "rocm:gfx1100\n" in run("info", tmp_path / "x.zllm").out
 
 
 @pytest.mark.parametrize(
