@@ -318,7 +318,7 @@ def test_folders_and_what_is_no_file_are_refused(
     (tmp_path / "broken" / "config.json").write_text("{")
     cli_refuses(tmp_path / "broken", "config.json")
     os.mkfifo(tmp_path / "pipe.gguf")
-    cli_refuses(tmp_path / "pipe.gguf", "no such file")
+    cli_refuses(tmp_path / "pipe.gguf", "no regular file")
 
 
 @pytest.mark.parametrize("name", [NAME, "quants/gemma3-dense-Q4_K_M"])

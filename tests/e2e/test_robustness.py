@@ -144,14 +144,6 @@ for number in range(count):
     print(end(child), left, "complete" if output.exists() and open_artifact(output) else "none")
 assert end(start()) == 0
 """
-FULL_DISK = """
-import resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.RLIM_INFINITY))
-try:
-    compile_model(source, output, context=64, kernel_cache=cache)
-except OSError as error:
-    print(error.strerror)
-"""
 RACES = """
 assert end(start()) == 0
 for number in range(count):
@@ -183,13 +175,6 @@ def test_compilations_to_the_same_place_at_once_all_succeed(
     assert printed == "0 0 0 0\n" * 4
     assert content(output) == content(compiled(NAME))
     assert os.listdir(tmp_path) == ["x.zllm"]
-
-
-def test_a_disk_that_is_full_leaves_nothing(conformance: Path, kernel_cache: Path, tmp_path: Path) -> None:
-    """The kernels still fit, the weights do not."""
-    source, output = conformance / f"{NAME}.gguf", tmp_path / "x.zllm"
-    assert python(CHILDREN + FULL_DISK, source, output, kernel_cache, 1) == "File too large\n"
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
