@@ -16,11 +16,11 @@ from zllmc.codegen.attention_shape import (
     tree,
     zeros,
 )
-from zllmc.codegen.tir import Expr, Memory, Register, bind, broadcast, const, hold, local, serial, when
+from zllmc.codegen.tir import Expr, Memory, Register, bind, broadcast, const, hold, local, serial
 from zllmc.codegen.vector_math import fma
 from zllmc.zllm_ir.kernel_graph import KEY_BLOCK
 
-ELEMENTS = 4  # of 16 keys each, in one round of scores
+ROUND = 4  # elements of 16 keys, or values of one key each, between two looks at what to ask memory for
 
 
 class FloatProducts:
@@ -58,10 +58,10 @@ class FloatProducts:
         with serial(0, tirx.truncdiv(tile.count + (KEY_BLOCK - 1), KEY_BLOCK)) as b:
             for begin in range(0, width, group):
                 sums = [zeros("float32", tile.rows, vectors, lanes) for _ in range(sets)]
-                with serial(0, min(group, width - begin) // ELEMENTS) as step:
-                    for i in range(ELEMENTS):
-                        e = begin + step * ELEMENTS + i
-                        if tile.leads and i * KEY_BLOCK * head.itemsize % LINE == 0:
+                with serial(0, min(group, width - begin) // ROUND) as step:
+                    for i in range(ROUND):
+                        e = begin + step * ROUND + i
+                        if i * KEY_BLOCK in _lines(tile, ROUND * KEY_BLOCK, head):
                             head.expect_keys(first + b, e)
                         keys = head.key(first + b, e)
                         for m in range(tile.rows):
@@ -96,8 +96,6 @@ class FloatProducts:
             sums = [zeros("float32", tile.rows, vectors, lanes) for _ in range(sets)]
 
             def add(s: Expr, apart: list[list[Register]]) -> None:
-                if tile.leads:
-                    head.expect_value(key + s + BLOCK, start)
                 values = [head.value(key + s, start + v * lanes) for v in range(vectors)]
                 if head.groups:
                     scale = self._value_scales.load(s * head.groups + tirx.truncdiv(start, SCALE_GROUP))
@@ -107,12 +105,15 @@ class FloatProducts:
                     for total, value in zip(apart[m], values, strict=True):
                         total.set(fma(weight, value, total.get()))
 
-            with serial(0, tirx.truncdiv(tile.count, sets)) as s:
-                for i in range(sets):
-                    add(s * sets + i, sums[i])
-            if sets > 1:
-                with when(tirx.NE(tirx.truncmod(tile.count, sets), 0)):
-                    add(tile.count - 1, sums[0])
+            with serial(0, tirx.truncdiv(tile.count, ROUND)) as step:
+                # As many bytes of the next block's values as these have, in their order in memory.
+                ahead = bind((c * (BLOCK // ROUND) + step) * (ROUND * chunk))
+                for element in _lines(tile, ROUND * chunk, head):
+                    head.expect_value(key + BLOCK, ahead + element)
+                for i in range(ROUND):
+                    add(step * ROUND + i, sums[i % sets])
+            with serial(0, tirx.truncmod(tile.count, ROUND)) as i:
+                add(tile.count - 1 - i, sums[0])
             output = self._scratch.output
             for m in range(tile.rows):
                 factors = (self._scratch.rescale, self._scratch.gain)
@@ -127,6 +128,12 @@ class FloatProducts:
         wait for its last result."""
         sums, target = rows * vectors, self.shape.target
         return next(n for n in (4, 2, 1) if n == 1 or (n <= most and fits(target, n * sums, vectors)))
+
+
+def _lines(tile: Tile, elements: int, head: Head) -> list[int]:
+    """Where the cache lines begin that a tile asks for among that many elements."""
+    size = LINE // head.itemsize
+    return [i for i in range(0, elements, size) if i // size % 2 in tile.asks]
 
 
 def _add(a: Expr, b: Expr) -> Expr:

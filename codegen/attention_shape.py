@@ -47,13 +47,18 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows row … row + rows − 1 of a unit, which see the first `count` keys of a block. `leads`: it is the
-    first to read the block."""
+    """Rows row … row + rows − 1 of a unit, which see the first `count` keys of a block. `asks`: for which of
+    each two cache lines that come after the block's, 0 and 1, it asks memory."""
 
     row: Expr
     rows: int
     count: Expr
-    leads: bool
+    asks: range
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first to read the block."""
+        return 0 in self.asks
 
 
 class Scratch:

@@ -75,13 +75,14 @@ class Unit:
         with serial(0, tirx.truncdiv(end - begin + (BLOCK - 1), BLOCK)) as step:
             key = hold(begin + step * BLOCK)
             self._products.load(head, key, hold(tirx.min(BLOCK, end - key)))
-            for alike in tiles:
+            for place, alike in enumerate(tiles):
+                asks = range(place, 2, len(tiles))
                 with serial(0, alike.count) as number:
                     row = hold(alike.first + number * alike.rows)
                     seen = hold(tirx.min(end, self.high.load(row + (alike.rows - 1))) - key)
                     with when(seen > 0):
                         count = hold(tirx.min(BLOCK, seen))
-                        self._attend(head, Tile(row, alike.rows, count, alike is tiles[0]), key)
+                        self._attend(head, Tile(row, alike.rows, count, asks), key)
 
     def _attend(self, head: Head, tile: Tile, key: Expr) -> None:
         self._products.score(head, tile, key)
@@ -95,7 +96,7 @@ class Unit:
 
         def bound(masked: bool) -> None:
             with serial(0, tile.rows) as m:
-                self._bound_row(m, tile.row + m, key, masked)
+                self._bound_row(m, tile, key, masked)
 
         last = tile.row + (tile.rows - 1)
         all_visible = tirx.all(key + BLOCK <= self.high.load(tile.row), self.low.load(last) <= key)
@@ -105,9 +106,9 @@ class Unit:
             for i in range(0, tile.rows, lanes):
                 factors.store(i, exp2(factors.load(i, lanes)))
 
-    def _bound_row(self, m: Expr, i: Expr, key: Expr, masked: bool) -> None:
-        """Row i's scores are capped, and where `masked` made −∞ at keys that the row doesn't see."""
-        lanes, scores = self.shape.lanes, self._scratch.scores
+    def _bound_row(self, m: Expr, tile: Tile, key: Expr, masked: bool) -> None:
+        """Row m's scores are capped, and where `masked` made −∞ at keys that the row doesn't see."""
+        lanes, scores, i = self.shape.lanes, self._scratch.scores, bind(tile.row + m)
         vectors = min(4, BLOCK // lanes)
         low = bind(self.low.load(i))
         # low ≤ key < high as one unsigned comparison: key − low < high − low
@@ -115,7 +116,7 @@ class Unit:
         # Held, else TVM makes one ramp of the sum, which LLVM puts together from scalars.
         first = hold(broadcast(key - low, lanes)) + tirx.Ramp(const(0, "int32"), const(1, "int32"), lanes)
         peaks = [Register("float32", lanes, const(LOWEST, "float32", lanes)) for _ in range(vectors)]
-        with serial(0, BLOCK // (vectors * lanes)) as step:
+        with serial(0, _pieces(tile.count, vectors * lanes)) as step:
             for v, peak in enumerate(peaks):
                 at = bind((step * vectors + v) * lanes)
                 score = bind(scores.load(m * BLOCK + at, lanes))
@@ -145,7 +146,7 @@ class Unit:
             i = bind(tile.row + m)
             peak = bind(broadcast(scratch.peaks.load(m), lanes))
             sums = [Register("float32", lanes, const(0.0, "float32", lanes)) for _ in range(vectors)]
-            with serial(0, BLOCK // (vectors * lanes)) as step:
+            with serial(0, _pieces(tile.count, vectors * lanes)) as step:
                 key = bind(step * (vectors * lanes))
                 weights = []
                 for v, total in enumerate(sums):
@@ -156,3 +157,8 @@ class Unit:
             rescale, gain = (bind(broadcast(f.load(m), lanes)) for f in (scratch.rescale, scratch.gain))
             total = bind(tree(lambda a, b: a + b, [t.get() for t in sums]) * gain)
             self.sum.store(i * lanes, fma(self.sum.load(i * lanes, lanes), rescale, total))
+
+
+def _pieces(count: Expr, size: int) -> Expr:
+    """Pieces of `size` keys, of which the last may be a part."""
+    return tirx.truncdiv(count + (size - 1), size)
