@@ -58,7 +58,7 @@ class StoredTensor:
 def map_file(path: Path, error: type[ZllmcError]) -> mmap.mmap:
     """Map a whole file read-only; raise `error` if it can't be read or is empty."""
     if not os.path.isfile(path):  # asked before opening, because opening a pipe waits for its writer
-        problem = "this is no regular file" if path.exists() else "there is no such file"
+        problem = "this is no regular file" if os.path.exists(path) else "there is no such file"
         raise error(f"{path}: {problem}. Check the path.")
     try:
         with path.open("rb") as file:

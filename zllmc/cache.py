@@ -157,8 +157,8 @@ def _files(model: Path) -> list[Path]:
     """The files that a model is made of: a folder's, all shards of a split file, or the one."""
     if model.is_dir():
         return sorted(path for path in model.iterdir() if path.is_file())
-    if not model.is_file():  # asked before opening: opening a pipe waits for its writer
-        problem = "this is no regular file" if model.exists() else "there is no such file"
+    if not os.path.isfile(model):  # asked before opening: opening a pipe waits for its writer
+        problem = "this is no regular file" if os.path.exists(model) else "there is no such file"
         raise ZllmcError(f"{model}: {problem}. Check the path.")
     shard = _SHARD.fullmatch(model.name)
     if shard is None:
