@@ -105,14 +105,16 @@ class FloatProducts:
                     for total, value in zip(apart[m], values, strict=True):
                         total.set(fma(weight, value, total.get()))
 
-            with serial(0, tirx.truncdiv(tile.count, ROUND)) as step:
+            # Short vectors are so many that more values at a time would not all stay in registers.
+            together = ROUND if lanes > 4 else sets
+            with serial(0, tirx.truncdiv(tile.count, together)) as step:
                 # As many bytes of the next block's values as these have, in their order in memory.
-                ahead = bind((c * (BLOCK // ROUND) + step) * (ROUND * chunk))
-                for element in _lines(tile, ROUND * chunk, head):
+                ahead = bind((c * (BLOCK // together) + step) * (together * chunk))
+                for element in _lines(tile, together * chunk, head):
                     head.expect_value(key + BLOCK, ahead + element)
-                for i in range(ROUND):
-                    add(step * ROUND + i, sums[i % sets])
-            with serial(0, tirx.truncmod(tile.count, ROUND)) as i:
+                for i in range(together):
+                    add(step * together + i, sums[i % sets])
+            with serial(0, tirx.truncmod(tile.count, together)) as i:
                 add(tile.count - 1 - i, sums[0])
             output = self._scratch.output
             for m in range(tile.rows):
