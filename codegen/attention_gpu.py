@@ -12,7 +12,8 @@ from typing import Any
 
 from tvm import tirx
 
-from zllmc.codegen.attention_tile import AttentionShape, Rows, Tile, over_lanes
+from zllmc.codegen.attention_gpu_shape import AttentionShape
+from zllmc.codegen.attention_tile import Rows, Tile, over_lanes
 from zllmc.codegen.rows import pieces, row_count, share, signature
 from zllmc.codegen.tir import (
     Expr,

@@ -11,7 +11,7 @@ import msgspec
 from zllmc.codegen import (
     attention_decode,
     attention_gpu,
-    attention_tile,
+    attention_gpu_shape,
     choice,
     elementwise,
     embedding_gpu,
@@ -195,7 +195,7 @@ def _norm(call: KernelCall, target: GpuTarget) -> Cut:
 
 def _attention(call: KernelCall, target: GpuTarget) -> Cut:
     """A block for each part of a kv head's keys, or for each tile of query rows of MAX_TOKENS tokens."""
-    shape = attention_tile.attention_shape(call, target)
+    shape = attention_gpu_shape.attention_shape(call, target)
     kv_heads = shape.cache.type.kv_heads
     if shape.shared:
         tokens = 1 if shape.q.single_row else MAX_TOKENS

@@ -23,6 +23,7 @@ from zllmc.codegen.block_sums import BlockSums
 from zllmc.codegen.dot import LARGEST_PAIR, Dot
 from zllmc.codegen.packing import STEPS, UNIT, PackedLayout
 from zllmc.codegen.plain_tiles import tile_groups
+from zllmc.codegen.tile_vectors import TotalVectors, UnitVectors
 from zllmc.codegen.tir import Expr, Memory, Register, bind, bits, broadcast, cast, const, local, serial, when
 
 Sums = list[list[Expr]]  # of each row of x and each group
@@ -100,7 +101,7 @@ class Tiles:
         the next groups."""
         units = self.layout.format.block // UNIT
         blocks = self.layout.columns // self.layout.format.block
-        vectors = _UnitVectors(self.names, self.width, self.dot.lanes)
+        vectors = UnitVectors(self.names, self.width, self.dot.lanes)
         piece = min(blocks, max(1, _UNPACKED // (vectors.stride * units)))
         vectors.allocate(piece * units)
         zero = bind(T.max(0 - count, 0))  # which LLVM doesn't know, see `_Tile`
@@ -178,51 +179,6 @@ class Tiles:
         return starts
 
 
-class _UnitVectors:
-    """The vectors of some units of each group, by name, in memory. All have the size of a register."""
-
-    def __init__(self, names: Sequence[str], groups: int, lanes: int) -> None:
-        self._size = 4 * lanes
-        self._step = groups * self._size
-        self._at = {name: i * self._step for i, name in enumerate(names)}
-        self._dtype: dict[str, str] = {}
-        self.stride = len(names) * self._step
-
-    def allocate(self, units: int) -> None:
-        self._memory = local("uint8", units * self.stride)
-
-    def store(self, slot: Expr, group: int, vectors: dict[str, Expr]) -> None:
-        """`slot`: the number of the unit times `stride`."""
-        for name, value in vectors.items():
-            self._dtype[name] = str(value.ty.dtype)
-            at = slot + self._at[name] + group * self._size
-            self._memory.store(at, bits(value, f"uint8x{self._size}"))
-
-    def load(self, slot: Expr, group: int, name: str, number: Expr = 0) -> Expr:
-        """The vector that comes `number` names after this."""
-        at = slot + self._at[name] + group * self._size + number * self._step
-        return bits(self._memory.load(at, self._size), self._dtype[name])
-
-
-@dataclass(frozen=True)
-class _Vectors:
-    """f32 vectors of each row and group in memory, at element `at`."""
-
-    memory: Memory
-    at: Expr
-    groups: int
-    lanes: int
-
-    def behind(self, distance: Expr) -> _Vectors:
-        return _Vectors(self.memory, bind(self.at + distance), self.groups, self.lanes)
-
-    def get(self, r: int, g: int) -> Expr:
-        return self.memory.load(self.at + (r * self.groups + g) * self.lanes, self.lanes)
-
-    def set(self, r: int, g: int, value: Expr) -> None:
-        self.memory.store(self.at + (r * self.groups + g) * self.lanes, value)
-
-
 @dataclass(frozen=True)
 class _Tile:
     """Rows of x that begin at `words`, from the number `row` of the totals and of `starts` on.
@@ -233,7 +189,7 @@ class _Tile:
 
     of: Tiles
     weights: Sequence[BlockSums]
-    vectors: _UnitVectors
+    vectors: UnitVectors
     starts: Memory | None
     factors: IntegerScales | None
     words: Sequence[Expr]
@@ -249,7 +205,7 @@ class _Tile:
     def add(self, totals: Memory, begin: Expr, end: Expr) -> None:
         """Add blocks begin … end − 1 to the totals."""
         width, lanes = self.of.width, self.of.dot.lanes
-        mine = _Vectors(totals, bind(self.row * (width * lanes)), width, lanes)
+        mine = TotalVectors(totals, bind(self.row * (width * lanes)), width, lanes)
         if self.of.layout.subs:
             with serial(begin, end) as block:
                 self._add_block(mine, block, block - begin)
@@ -258,7 +214,7 @@ class _Tile:
         with serial(0, (end - begin) * units) as u:
             self._add_unit(mine.behind(u * self.zero), bind(begin * units + u), bind(u * self.vectors.stride))
 
-    def _add_unit(self, totals: _Vectors, unit: Expr, slot: Expr) -> None:
+    def _add_unit(self, totals: TotalVectors, unit: Expr, slot: Expr) -> None:
         self._ask(unit)
         x, parts = self.of.x, [name for name in self.of.names if name[0] == "d"]
         minimum = self.of.layout.format.minimum
@@ -277,7 +233,7 @@ class _Tile:
                 m = self.vectors.load(slot, g, "minimum") if minimum else None
                 totals.set(r, g, x.plus_unit(totals.get(r, g), terms, dx, m, sum))
 
-    def _add_block(self, totals: _Vectors, block: Expr, number: Expr) -> None:
+    def _add_block(self, totals: TotalVectors, block: Expr, number: Expr) -> None:
         """`number` counts the blocks that are unpacked."""
         x, fmt = self.of.x, self.of.layout.format
         width, lanes = self.of.width, self.of.dot.lanes
@@ -285,7 +241,7 @@ class _Tile:
         first = bind(block * units)
         slots = bind(number * (units * self.vectors.stride))
         zero = const(0, "float32", lanes)
-        scaled = _Vectors(local("float32", len(self.places) * lanes), const(0, "int32"), width, lanes)
+        scaled = TotalVectors(local("float32", len(self.places) * lanes), const(0, "int32"), width, lanes)
         for r, g in self.places:
             scaled.set(r, g, zero)
         with serial(0, units) as u:

@@ -10,7 +10,7 @@ import pytest
 
 from kv_buffers import State, kv_buffer
 from zllmc import targets
-from zllmc.codegen.attention_tile import attention_shape
+from zllmc.codegen.attention_gpu_shape import attention_shape
 from zllmc.codegen.cuda_toolchain import compile_cuda, disassemble
 from zllmc.codegen.gpu import kernel_source
 from zllmc.runtime.emulator import EmulatedDevice
