@@ -161,6 +161,17 @@ def test_integers_hold_the_largest_sums(format):
         )
 
 
+@pytest.mark.parametrize("format", ["Q4_0", "Q5_1", "MXFP4", "Q8_0"])
+def test_activations_of_very_different_sizes(format):
+    """As where a model keeps a few values a thousand times as large as the others."""
+    x = np.random.default_rng(10).standard_normal((3, 512), dtype=np.float32)
+    x[1, 70] = 3000
+    x[2, 64:96] *= 1e-6
+    for row in range(3):
+        check(format, 16, 512, 1, x=x[row : row + 1], decode_entry=True, rng=np.random.default_rng(11))
+    check(format, 16, 512, 3, x=x, rng=np.random.default_rng(11))
+
+
 @pytest.mark.parametrize("format", ["F16", "Q4_0", "Q8_0", "Q6_K"])
 def test_bias_residual_alpha_and_padded_rows(format):
     rng = np.random.default_rng(3)
