@@ -38,6 +38,7 @@ class Activations:
 
     def __init__(self, layout: PackedLayout, dot: Dot, x: Memory) -> None:
         self._dot, self._halved = dot, layout.format.sub_block < UNIT
+        self._has_minimum = layout.format.minimum is not None
         self._bytes, self._words = x.view("int8"), x.view("int32")
         self._halves, self._floats = x.view("int16"), x.view("float32")
         units = layout.columns // UNIT
@@ -82,6 +83,15 @@ class Activations:
         by = bits(const(word, "int32", self._dot.lanes), f"int16x{2 * self._dot.lanes}")
         return self._dot.pair_sum(by, self.half_sums(row, unit))
 
+    def unit_scale(
+        self, row: Expr, unit: Expr, factors: IntegerScales | None, number: Expr
+    ) -> tuple[Expr | None, Expr | None]:
+        """dx and dx · Σ codes as `plus_unit` takes them; row `number` of `factors`, where there are any."""
+        if factors is None:
+            dx = bind(self.scale(row, unit))
+            return dx, self.scaled_sum(row, unit) if self._has_minimum else None
+        return None, factors.sum(number, unit) if self._has_minimum else None
+
     def plus_unit(
         self,
         total: Expr,
@@ -118,12 +128,7 @@ def largest_factor(layout: PackedLayout, dot: Dot) -> int:
     if dot.kind != "maddubs" or layout.subs or not dot.narrow(layout):
         return 0
     code = max(layout.codes.largest, dot.offset(layout))
-    return min(32767, (2**31 - 1) // (UNIT // _parts(layout) * 127 * code))
-
-
-def _parts(layout: PackedLayout) -> int:
-    """Of a unit, those with scales of their own."""
-    return 2 if layout.format.scale is not None and layout.format.scale.count > 1 else 1
+    return min(32767, (2**31 - 1) // (UNIT // layout.parts * 127 * code))
 
 
 class IntegerScales:
@@ -146,7 +151,7 @@ class IntegerScales:
         self._scales = local("float32", rows)
         self._sums = local("float32", rows * self._units) if layout.format.minimum else None
         self._zero = dot.offset(layout) if offsets else 0
-        parts = _parts(layout) if self._zero else 0
+        parts = layout.parts if self._zero else 0
         self._offsets = [local("int32", rows * self._units) for _ in range(parts)]
 
     def prepare(self, number: Expr, row: Expr) -> None:

@@ -49,8 +49,7 @@ class BlockSums:
     @property
     def by_unit(self) -> bool:
         """Whether `unit_scales` gives all scales of a unit; else `half_scales` does."""
-        scale = self.layout.format.scale
-        return self.layout.format.sub_block >= UNIT or (scale is not None and scale.count > 1)
+        return self.layout.format.sub_block >= UNIT or self.layout.parts > 1
 
     def unit_scales(self, unit: Expr) -> list[Expr]:
         """d · sc, and ± m · mn where the format has a minimum; or the d of each half that has its own."""
@@ -143,7 +142,7 @@ class BlockSums:
         """Add units begin … end − 1 to the totals; `rows` are the word offsets of the rows of x, `scales`
         gives what `unit_scales` does. With `factors`, there is one row, whose total lacks their `scale`."""
         layout = self.layout
-        parts = 2 if layout.format.scale is not None and layout.format.scale.count > 1 else 1
+        parts = layout.parts
         with serial(begin, end) as unit:
             codes, given, x = steps(unit), scales(unit), self._steps_of(rows, unit)
             k = factors and bind(factors.factor(0, unit))
@@ -161,11 +160,8 @@ class BlockSums:
                         value = value + self.x.times_sum(row, unit, -offset, part if parts > 1 else None)
                     values.append((cast(value, "float32"), d))
                 minimum = given[parts] if layout.format.minimum else None
-                if factors:
-                    dx, sum = None, factors.sum(0, unit) if layout.format.minimum else None
-                else:
-                    dx, sum = bind(self.x.scale(row, unit)), self.x.scaled_sum(row, unit)
-                total.set(self.x.plus_unit(total.get(), values, dx, minimum, sum))
+                dx, scaled_sum = self.x.unit_scale(row, unit, factors, 0)
+                total.set(self.x.plus_unit(total.get(), values, dx, minimum, scaled_sum))
 
     def add_blocks(
         self, totals: Sequence[Register], rows: Sequence[Expr], begin: Expr, end: Expr, steps: Vectors

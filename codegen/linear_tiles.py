@@ -141,7 +141,7 @@ class Tiles:
         if self.layout.subs:
             names += [f"scale{c}" for c in range(self.chunks)]
         else:
-            names += [f"d{part}" for part in range(2 if fmt.scale and fmt.scale.count > 1 else 1)]
+            names += [f"d{part}" for part in range(self.layout.parts)]
         return [*names, "minimum"] if fmt.minimum else names
 
     def _unpacked(self, group: BlockSums, unit: Expr) -> dict[str, Expr]:
@@ -217,21 +217,17 @@ class _Tile:
     def _add_unit(self, totals: TotalVectors, unit: Expr, slot: Expr) -> None:
         self._ask(unit)
         x, parts = self.of.x, [name for name in self.of.names if name[0] == "d"]
-        minimum = self.of.layout.format.minimum
         chunks = self.of.chunks // len(parts)
         sums = [self._dot(unit, slot, part * chunks, chunks) for part in range(len(parts))]
         for r, row in enumerate(self.words):
-            if self.factors is None:
-                dx, sum = bind(x.scale(row, unit)), x.scaled_sum(row, unit) if minimum else None
-            else:
-                dx, sum = None, self.factors.sum(self.row + r, unit) if minimum else None
+            dx, scaled_sum = x.unit_scale(row, unit, self.factors, self.row + r)
             for g in range(self.of.width):
                 terms = [
                     (cast(of_part[r][g], "float32"), self.vectors.load(slot, g, d))
                     for of_part, d in zip(sums, parts, strict=True)
                 ]
-                m = self.vectors.load(slot, g, "minimum") if minimum else None
-                totals.set(r, g, x.plus_unit(totals.get(r, g), terms, dx, m, sum))
+                minimum = self.vectors.load(slot, g, "minimum") if self.of.layout.format.minimum else None
+                totals.set(r, g, x.plus_unit(totals.get(r, g), terms, dx, minimum, scaled_sum))
 
     def _add_block(self, totals: TotalVectors, block: Expr, number: Expr) -> None:
         """`number` counts the blocks that are unpacked."""

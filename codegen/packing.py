@@ -140,6 +140,11 @@ class PackedLayout:
         return 0 if self.format.sub_mins is None else self.format.sub_mins.count
 
     @property
+    def parts(self) -> int:
+        """Of a unit, those whose scales are floats of the block: its halves, or all of it."""
+        return 2 if self.format.scale is not None and self.format.scale.count > 1 else 1
+
+    @property
     def scale_offset(self) -> int:
         """Of the block's scale within its scale record."""
         return (self.subs + self.sub_mins) * self.lanes
