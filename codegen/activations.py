@@ -125,10 +125,9 @@ class Activations:
 
 def largest_factor(layout: PackedLayout, dot: Dot) -> int:
     """The largest k that keeps a unit's sums within i32; 0 where sums don't take such factors."""
-    if dot.kind != "maddubs" or layout.subs or not dot.narrow(layout):
-        return 0
-    code = max(layout.codes.largest, dot.offset(layout))
-    return min(32767, (2**31 - 1) // (UNIT // layout.parts * 127 * code))
+    if dot.kind != "maddubs" or layout.subs or layout.format.wide:
+        return 0  # of wide weights, sums leave too little room
+    return min(32767, (2**31 - 1) // (UNIT // layout.parts * 127 * dot.largest(layout)))
 
 
 class IntegerScales:

@@ -190,7 +190,7 @@ def attention_merge_quantize(call: KernelCall, target: VectorTarget, name: str) 
     with Kernel(name, **signature(call)) as k:
         _, memory, out = k.arguments
         parts = _Parts(call, memory, target.lanes)
-        rows = ActivationRows(out, width)
+        rows = ActivationRows(out, call.results[0])
         # A group lies within one head, or may straddle two at a multiple of 16.
         step = GROUP if parts.head_dim % GROUP == 0 else KEY_BLOCK
         begin, end = share(k, width // GROUP)

@@ -16,9 +16,9 @@ from zllmc.codegen.packing import STEPS, PackedLayout
 from zllmc.codegen.tir import Expr, Memory, bind, bits, broadcast, cast, const, llvm
 from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.block_format import Field, Grid
+from zllmc.zllm_ir.fused_ops import LIMITED_PAIR
 
-LARGEST_PAIR = 2 * 127  # of two activations
-_LARGEST_NARROW = 64  # of signed codes: lifted to unsigned ones, their pairs still fit an i16
+LARGEST_PAIR = 2 * 127  # of two activations that are not limited
 
 
 class Dot:
@@ -87,26 +87,23 @@ class Dot:
         if self.kind == "sdot":
             values = bits(step, f"int8x{size}")
             return values if self.offset(layout) else values - const(layout.codes.zero, "int8", size)
-        if self.kind == "vnni" and self.signed(layout):
-            return step ^ const(0x80, "uint8", size)
-        return step
+        return step + const(lift, "uint8", size) if (lift := self._lift(layout)) else step
 
-    def signed(self, layout: PackedLayout) -> bool:
-        """Whether the codes are i8, not u8."""
-        codes = layout.codes
-        return codes.signed or (isinstance(codes, Field) and codes.table is not None)
-
-    def narrow(self, layout: PackedLayout) -> bool:
-        """maddubs only: whether codes, made unsigned, are small enough for sums of several steps in i16."""
-        return not self.signed(layout) or layout.codes.largest <= _LARGEST_NARROW
+    def _lift(self, layout: PackedLayout) -> int:
+        """What is added to signed codes where only u8 can be multiplied with the activations."""
+        return layout.codes.largest if self.kind != "sdot" and layout.format.signed else 0
 
     def offset(self, layout: PackedLayout) -> int:
         """`values` minus the weight's integer: a constant that the sums of activations take out again."""
         if self.kind == "sdot":
             # On a GPU, taking bytes apart to subtract costs more than the sums do.
-            unsigned = self._gpu and not self._exact and not self.signed(layout)
+            unsigned = self._gpu and not self._exact and not layout.format.signed
             return layout.codes.zero if unsigned else 0
-        return 128 if self.kind == "vnni" and self.signed(layout) else layout.codes.zero
+        return self._lift(layout) or layout.codes.zero
+
+    def largest(self, layout: PackedLayout) -> int:
+        """At most, of `values` where these are u8."""
+        return min(255, layout.codes.largest + self._lift(layout))
 
     def _lookup(self, table: Sequence[int], index: Expr) -> Expr:
         size = 4 * self.lanes
@@ -159,29 +156,24 @@ class Dot:
         self, layout: PackedLayout, steps: Sequence[Expr], x: Sequence[Sequence[Expr]], scale: Expr | None
     ) -> list[Expr]:
         """Pairs are summed in i16 for as many steps as cannot overflow, then widened with the scale."""
-        pairs = 2 * self.lanes
-        signed = self.signed(layout)
-        limit = 32767 // (LARGEST_PAIR * layout.codes.largest)
-        weight = const(1, "int16", pairs) if scale is None else scale
+        pair = LIMITED_PAIR if layout.format.wide else LARGEST_PAIR
+        limit = 32767 // (pair * self.largest(layout))
         sums: list[Any] = [None] * len(x)
         for start in range(0, len(steps), limit):
             narrow: list[Any] = [None] * len(x)
             for s in range(start, min(start + limit, len(steps))):
                 w = bind(steps[s])
-                magnitude = bind(self._sign(w, w)) if signed else w
                 for row in range(len(x)):
-                    activation = self._sign(x[row][s], w) if signed else x[row][s]
-                    product = llvm("llvm.x86.avx2.pmadd.ub.sw", f"int16x{pairs}", magnitude, activation)
-                    narrow[row] = bind(product if narrow[row] is None else narrow[row] + product)
+                    narrow[row] = bind(self.plus_products(narrow[row], w, x[row][s]))
             for row in range(len(x)):
-                wide = self.pair_sum(narrow[row], weight)
+                wide = self.widened(narrow[row], scale)
                 sums[row] = bind(wide if sums[row] is None else sums[row] + wide)
         return sums
 
     # Step by step, for sums that outlive one unit's steps: i16 lanes with maddubs, else i32.
 
     def plus_products(self, total: Expr | None, w: Expr, x: Expr) -> Expr:
-        """total (None is zero) + a step's products of `values` and activations; signs must be in `x`."""
+        """total (None is zero) + a step's products of `values` and activations."""
         if self.kind != "maddubs":
             return self._dot_quad(const(0, "int32", self.lanes) if total is None else total, w, x)
         pairs = llvm("llvm.x86.avx2.pmadd.ub.sw", f"int16x{2 * self.lanes}", w, x)
@@ -192,13 +184,6 @@ class Dot:
         if self.kind == "maddubs":
             return self.pair_sum(total, const(1, "int16", 2 * self.lanes) if scale is None else scale)
         return total if scale is None else total * scale
-
-    def signed_by(self, value: Expr, by: Expr) -> Expr:
-        """maddubs only: `value`, negated where `by` is negative."""
-        return self._sign(value, by)
-
-    def _sign(self, value: Expr, by: Expr) -> Expr:
-        return llvm("llvm.x86.avx2.psign.b", f"int8x{4 * self.lanes}", value, by)
 
     def pair_sum(self, a: Expr, b: Expr) -> Expr:
         """i16 pairs: a₀·b₀ + a₁·b₁ → i32 lanes."""

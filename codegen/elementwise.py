@@ -74,7 +74,7 @@ def glu_quantize(call: KernelCall, target: VectorTarget, name: str) -> Any:
     (y_type,) = call.results
     with Kernel(name, **signature(call)) as k:
         control, gate, up, y = k.arguments
-        out = ActivationRows(y, y_type.width)
+        out = ActivationRows(y, y_type)
 
         def block(row: Expr, column: Expr, vectors: list[tuple[int, int]]) -> None:
             a, b = (bind(row * t.stride + column) for t in (gate_type, up_type))

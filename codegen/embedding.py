@@ -65,7 +65,7 @@ class _Row:
         codes = local("uint8", STEPS * size)
         for s, step in enumerate(dot.code_steps(layout, record, bind(unit * layout.unit_bytes))):
             codes.store(s * size, step)
-        if dot.signed(layout):
+        if layout.format.signed:
             codes = codes.view("int8")
 
         units = fmt.block // UNIT

@@ -163,7 +163,7 @@ class _Row:
     def _code(self, word: Expr, j: int) -> Expr:
         """Byte j of four codes as the weight's integer."""
         left, right = (const(n, "int32", LANES) for n in (24 - 8 * j, 24))
-        if self.dot.signed(self.layout):
+        if self.layout.format.signed:
             code = (word << left) >> right
         else:
             code = word >> const(8 * j, "int32", LANES) & const(0xFF, "int32", LANES)

@@ -34,6 +34,7 @@ from zllmc.codegen.tir import (
 )
 from zllmc.targets.cpu import CpuTarget
 from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.fused_ops import is_a8
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand, activation_row_bytes
 
 PREFETCH_BYTES = 6144  # 2 KiB is too late for memory, 16 KiB crowds the L1 cache
@@ -48,8 +49,9 @@ def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
     rows, columns = (int(d) for d in weight.type.shape)
     layout = layout_of(weight.type.dtype, (rows, columns), target.lanes)
     quantized = layout.format.plain is None
-    if quantized != (x.type.dtype == "a8"):
-        raise ZllmcError(f"no CPU kernel for linear of {x.type} with a {weight.type} weight")
+    limited = target.limits_activations and layout.format.wide
+    if quantized != is_a8(x.type.dtype) or (limited and x.type.dtype != "a8_limited"):
+        raise ZllmcError(f"no {target} kernel for linear of {x.type} with a {weight.type} weight")
     arguments: dict[str, Any] = {
         "control": "int32",
         "x": "uint8" if quantized else "float32",

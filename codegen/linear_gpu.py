@@ -43,6 +43,7 @@ from zllmc.targets.gpu import GpuTarget
 from zllmc.targets.vector import VectorTarget
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.formats import FORMATS
+from zllmc.zllm_ir.fused_ops import is_a8
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand, activation_row_bytes
 
 ROW_TILE = 8  # rows of x that share a weight vector
@@ -59,7 +60,7 @@ def linear(
     rows, columns = (int(d) for d in weight.type.shape)
     layout = layout_of(weight.type.dtype, (rows, columns), target.lanes)
     quantized = layout.format.plain is None
-    if quantized != (x.type.dtype == "a8"):
+    if quantized != is_a8(x.type.dtype):
         raise ZllmcError(f"no GPU kernel for linear of {x.type} with a {weight.type} weight")
     arguments = {"control": "int32", "x": "uint8" if quantized else "float32", "weight": "uint8"}
     arguments |= {n: "float32" for n, v in (("bias", bias), ("residual", residual)) if v is not None}

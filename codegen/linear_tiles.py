@@ -2,8 +2,7 @@
 
 What the sums need of a unit of 32 columns is unpacked once for all rows of x. A tile then goes over the units
 with all its sums in registers: a step loads the codes of each group of weight rows once, and an activation,
-once broadcast, serves all groups. LLVM would reorder a unit's steps by group and run out of registers, so the
-steps are a loop that it can't unroll.
+once broadcast, serves all groups.
 
 Whatever is a sum of integers is exact, and the arithmetic on floats is that of `block_sums`, operation by
 operation: a row's result is the same alone and among others.
@@ -25,6 +24,7 @@ from zllmc.codegen.packing import STEPS, UNIT, PackedLayout
 from zllmc.codegen.plain_tiles import tile_groups
 from zllmc.codegen.tile_vectors import TotalVectors, UnitVectors
 from zllmc.codegen.tir import Expr, Memory, Register, bind, bits, broadcast, cast, const, local, serial, when
+from zllmc.zllm_ir.fused_ops import LIMITED_FOUR
 
 Sums = list[list[Expr]]  # of each row of x and each group
 
@@ -35,10 +35,9 @@ _UNPACKED = 16 * 1024  # bytes of unpacked vectors: half of the L1 cache
 class Tiles:
     """The product of rows of x with weights of `layout`.
 
-    AVX2 sums products in i16, for as many steps as cannot overflow: a `chunk`. Codes are unsigned then. They
-    exceed the weights by `zero`; the sums are still those of the weights, because they start with −zero times
-    the activations that are to come. Signed codes of 8 bits are too large for that: they are `split`, which
-    is to say that their sizes are unpacked beside them, and the activations get their signs.
+    AVX2 sums products in i16, for as many steps as cannot overflow: a `chunk`. The codes exceed the weights
+    by `zero`; the sums are still those of the weights, because they start with −zero times the activations
+    that are to come. On the way there they may wrap around.
     """
 
     layout: PackedLayout
@@ -46,26 +45,17 @@ class Tiles:
     x: Activations
 
     @cached_property
-    def lift(self) -> int:
-        """What is added to signed codes to make them unsigned."""
-        signed = self.dot.kind == "maddubs" and self.dot.signed(self.layout)
-        return self.layout.codes.largest if signed and self.dot.narrow(self.layout) else 0
-
-    @cached_property
-    def split(self) -> bool:
-        return self.dot.kind == "maddubs" and self.dot.signed(self.layout) and not self.lift
-
-    @cached_property
     def zero(self) -> int:
-        return self.lift or self.dot.offset(self.layout)
+        return self.dot.offset(self.layout)
 
     @cached_property
     def chunk(self) -> int:
         """Steps whose products are summed before they are widened and scaled: 1, 2, 4 or 8."""
         steps = STEPS * min(self.layout.format.sub_block, UNIT) // UNIT
         if self.dot.kind == "maddubs":
-            code = self.layout.codes.largest + self.lift
-            while steps * LARGEST_PAIR * max(self.zero, code - self.zero) > 32767:
+            weight = max(self.zero, self.dot.largest(self.layout) - self.zero)
+            activations = LIMITED_FOUR if self.layout.format.wide else 2 * LARGEST_PAIR  # of two steps
+            while steps > 1 and steps * activations * weight > 2 * 32767:
                 steps //= 2
         return steps
 
@@ -136,8 +126,6 @@ class Tiles:
         """Of the vectors that a unit is unpacked into. A scale is there once for each chunk."""
         fmt = self.layout.format
         names = [f"code{s}" for s in range(STEPS)]
-        if self.split:
-            names += [f"size{s}" for s in range(STEPS)]
         if self.layout.subs:
             names += [f"scale{c}" for c in range(self.chunks)]
         else:
@@ -145,12 +133,7 @@ class Tiles:
         return [*names, "minimum"] if fmt.minimum else names
 
     def _unpacked(self, group: BlockSums, unit: Expr) -> dict[str, Expr]:
-        vectors = {}
-        for s, step in enumerate(group.steps(unit)):
-            lift = const(self.lift, "uint8", 4 * self.dot.lanes)
-            vectors[f"code{s}"] = code = bind(step + lift if self.lift else step)
-            if self.split:
-                vectors[f"size{s}"] = self.dot.signed_by(code, code)
+        vectors = {f"code{s}": step for s, step in enumerate(group.steps(unit))}
         if self.layout.subs:
             scales = group.sub_scales(unit)
             vectors |= {f"scale{c}": scales[c * len(scales) // self.chunks] for c in range(self.chunks)}
@@ -183,8 +166,8 @@ class Tiles:
 class _Tile:
     """Rows of x that begin at `words`, from the number `row` of the totals and of `starts` on.
 
-    `zero` is 0, unknown to LLVM: loops that end so much later are not unrolled, and what lies so much further
-    in every turn of a loop stays in memory. Both keep the registers for the sums of integers.
+    `zero` is 0, unknown to LLVM: what lies so much further in every turn of a loop stays in memory, and
+    leaves the registers to the sums of integers.
     """
 
     of: Tiles
@@ -253,15 +236,15 @@ class _Tile:
             totals.set(r, g, totals.get(r, g) + scaled.get(r, g) * self.weights[g].block_scale(block))
         if not fmt.minimum:
             return
-        minima = self._registers([[zero] * width for _ in self.words])
+        minima = {place: Register("float32", lanes, zero) for place in self.places}
         with serial(0, units) as u:
             unit = bind(first + u)
             slot = bind(slots + u * self.vectors.stride)
             for r, g in self.places:
                 minimum = self.vectors.load(slot, g, "minimum")
-                minima[r][g].set(x.plus_minimum(minima[r][g].get(), minimum, self.words[r], unit))
+                minima[r, g].set(x.plus_minimum(minima[r, g].get(), minimum, self.words[r], unit))
         for r, g in self.places:
-            value = totals.get(r, g) + minima[r][g].get() * self.weights[g].block_minimum(block)
+            value = totals.get(r, g) + minima[r, g].get() * self.weights[g].block_minimum(block)
             totals.set(r, g, value)
 
     def _ask(self, unit: Expr) -> None:
@@ -276,70 +259,42 @@ class _Tile:
 
     def _dot(self, unit: Expr, slot: Expr, first: int, count: int) -> Sums:
         """Σ of weight · x over `count` chunks of the unit, times sub-scales if there are any; i32 lanes."""
-        if self.of.chunk > 2:
-            sums = self._chunk(unit, slot, first)
-            for chunk in range(first + 1, first + count):
-                sums = _plus(sums, self._chunk(unit, slot, chunk))
-            return sums
-        registers = self._registers(self._chunk(unit, slot, first))
-        with serial(first + 1, first + count + self.zero) as chunk:
-            _set(registers, _plus(_get(registers), self._chunk(unit, slot, chunk)))
-        return _get(registers)
+        sums: Sums = []
+        for chunk in range(first, first + count):
+            sums = self._plus_chunk(sums, unit, slot, chunk)
+        return sums
 
-    def _chunk(self, unit: Expr, slot: Expr, chunk: Expr) -> Sums:
-        steps = self.of.chunk
-        first = chunk * steps
-        sums = self._start(unit, chunk)
-        done = steps if steps <= 2 else int(not sums)
-        for step in range(done):
-            sums = self._plus_step(sums, unit, slot, first + step)
-        if done < steps:
-            registers = self._registers(sums)
-            with serial(done, steps + self.zero) as step:
-                _set(registers, self._plus_step(_get(registers), unit, slot, first + step))
-            sums = _get(registers)
-        width, rows = self.of.width, range(len(self.words))
-        scales: list[list[Expr | None]] = [[None] * width for _ in rows]
-        if self.of.layout.subs:
-            scales = [[bind(self.vectors.load(slot, g, "scale0", chunk)) for g in range(width)]] * len(rows)
-        elif self.factors is not None:
-            scales = [[bind(self.factors.factor(self.row + r, unit))] * width for r in rows]
-        return [
-            [bind(self.of.dot.widened(*each)) for each in zip(*both, strict=True)]
-            for both in zip(sums, scales, strict=True)
-        ]
-
-    def _start(self, unit: Expr, chunk: Expr) -> Sums:
-        """What the sums of a chunk start with; empty where the first products are the start."""
-        dot, chunks = self.of.dot, self.of.chunks
-        if not self.of.zero:
-            zero = const(0, "int32", dot.lanes)
-            return [] if dot.kind == "maddubs" else [[zero] * self.of.width for _ in self.words]
-        rows = []
-        for r, row in enumerate(self.words):
-            if self.starts is None:
-                start = self.of.x.times_sum(row, unit, -self.of.zero, chunk if chunks > 1 else None)
-            else:
-                units = self.of.layout.columns // UNIT
-                pair = self.starts.load(((self.row + r) * units + unit) * chunks + chunk)
-                start = bits(broadcast(pair, dot.lanes), f"int16x{2 * dot.lanes}")
-            rows.append([bind(start)] * self.of.width)
-        return rows
-
-    def _plus_step(self, sums: Sums, unit: Expr, slot: Expr, step: Expr) -> Sums:
-        dot, groups = self.of.dot, range(self.of.width)
-        codes = [bind(self.vectors.load(slot, g, "code0", step)) for g in groups]
-        sizes = [bind(self.vectors.load(slot, g, "size0", step)) for g in groups] if self.of.split else codes
+    def _plus_chunk(self, sums: Sums, unit: Expr, slot: Expr, chunk: int) -> Sums:
+        groups, rows = range(self.of.width), range(len(self.words))
+        narrow = [[self._start(unit, chunk, r)] * len(groups) for r in rows]
+        for step in range(chunk * self.of.chunk, (chunk + 1) * self.of.chunk):
+            codes = [bind(self.vectors.load(slot, g, f"code{step}")) for g in groups]
+            for r, row in enumerate(self.words):
+                x = bind(self.of.x.step(row, unit, step))
+                narrow[r] = [bind(self.of.dot.plus_products(narrow[r][g], codes[g], x)) for g in groups]
         out: Sums = []
-        for r, row in enumerate(self.words):
-            x = bind(self.of.x.step(row, unit, step))
-            values = [dot.signed_by(x, code) if self.of.split else x for code in codes]
-            before = sums[r] if sums else [None] * len(groups)
-            out.append([bind(dot.plus_products(*each)) for each in zip(before, sizes, values, strict=True)])
+        for r in rows:
+            wide = [self.of.dot.widened(narrow[r][g], self._scale(unit, slot, chunk, r, g)) for g in groups]
+            out.append([bind(w + sums[r][g] if sums else w) for g, w in zip(groups, wide, strict=True)])
         return out
 
-    def _registers(self, values: Sums) -> list[list[Register]]:
-        return [[Register(*_type(value), value) for value in of_row] for of_row in values]
+    def _scale(self, unit: Expr, slot: Expr, chunk: int, r: int, g: int) -> Expr | None:
+        if self.of.layout.subs:
+            return bind(self.vectors.load(slot, g, f"scale{chunk}"))
+        return None if self.factors is None else bind(self.factors.factor(self.row + r, unit))
+
+    def _start(self, unit: Expr, chunk: int, r: int) -> Expr | None:
+        """What the sums of a chunk start with; None where the first products are the start."""
+        dot, chunks = self.of.dot, self.of.chunks
+        if not self.of.zero:
+            return None
+        if self.starts is None:
+            return bind(
+                self.of.x.times_sum(self.words[r], unit, -self.of.zero, chunk if chunks > 1 else None)
+            )
+        units = self.of.layout.columns // UNIT
+        pair = self.starts.load(((self.row + r) * units + unit) * chunks + chunk)
+        return bind(bits(broadcast(pair, dot.lanes), f"int16x{2 * dot.lanes}"))
 
 
 # Of two vectors of eight i32, which go into either term of a sum; but for the last time, in halves of each.
@@ -361,22 +316,3 @@ def _sums_of_chunks(units: list[Expr]) -> Expr:
             pairs = [vectors[i : i + 2] for i in range(0, len(vectors), 2)]
             vectors = [bind(bits(picked(p, fold[0]) + picked(p, fold[1]), "int32x8")) for p in pairs]
     return picked(vectors, _ORDERS.get(len(units), range(8)))
-
-
-def _type(value: Expr) -> tuple[str, int]:
-    dtype, lanes = str(value.ty.dtype).split("x")
-    return dtype, int(lanes)
-
-
-def _get(registers: list[list[Register]]) -> Sums:
-    return [[bind(register.get()) for register in of_row] for of_row in registers]
-
-
-def _set(registers: list[list[Register]], values: Sums) -> None:
-    for of_row, row in zip(registers, values, strict=True):
-        for register, value in zip(of_row, row, strict=True):
-            register.set(value)
-
-
-def _plus(a: Sums, b: Sums) -> Sums:
-    return [[bind(v + w) for v, w in zip(p, q, strict=True)] for p, q in zip(a, b, strict=True)]

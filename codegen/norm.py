@@ -229,7 +229,7 @@ def rms_norm_quantize(call: KernelCall, target: VectorTarget, name: str) -> Any:
         raise IRError(f"rms_norm_quantize: no kernel for {x_type.type}")
     with Kernel(name, **signature(call)) as k:
         control, x, *weight, y = k.arguments
-        out = ActivationRows(y, rows.width)
+        out = ActivationRows(y, call.results[0])
 
         def one(token: Expr, head: Expr, begin: Expr, end: Expr) -> None:
             source = rows.start(x_type, token, head)

@@ -16,17 +16,19 @@ from zllmc.codegen.rows import for_blocks, row_count, signature, tensors
 from zllmc.codegen.tir import Expr, Kernel, Memory, bind, bits, broadcast, cast, const, lanes_of, llvm
 from zllmc.codegen.vector_math import absolute, typed
 from zllmc.targets.vector import VectorTarget
-from zllmc.zllm_ir.fused_ops import GROUP
-from zllmc.zllm_ir.kernel_graph import KernelCall, activation_row_bytes
+from zllmc.zllm_ir.errors import IRError
+from zllmc.zllm_ir.fused_ops import GROUP, LIMITED_FOUR
+from zllmc.zllm_ir.kernel_graph import KernelCall, Operand, activation_row_bytes
 
 _NEGLIGIBLE = 1e-36  # a smaller peak counts as 0: 127 / peak must not overflow
 
 
 class ActivationRows:
-    """The rows of an `a8` value in memory, written group by group."""
+    """The rows of an `a8` or `a8_limited` value in memory, written group by group."""
 
-    def __init__(self, memory: Memory, width: int) -> None:
-        self._width = width
+    def __init__(self, memory: Memory, operand: Operand) -> None:
+        self._width = width = operand.width
+        self._limited = operand.type.dtype == "a8_limited"
         self._codes = memory
         self._scales = memory.view("float32")
         self._sums = memory.view("int16")
@@ -36,7 +38,7 @@ class ActivationRows:
         """Quantizes one group as `fused_ops.quantize` does: the 32 elements from `column` of `row`, given as
         f32 vectors in order."""
         values = [bind(v) for v in values]
-        peak = max_magnitude(values)
+        peak = max_magnitude([*values, *_limits(values)] if self._limited else values)
         limit = const(127.0, "float32")
         usable = peak > const(_NEGLIGIBLE, "float32")
         inverse = bind(tirx.Select(usable, limit / peak, const(0.0, "float32")))
@@ -60,6 +62,24 @@ class ActivationRows:
             self._sums.store(sum_index + i, cast(half, "int16"))
 
 
+def _limits(values: Sequence[Expr]) -> list[Expr]:
+    """What bounds the scale of `a8_limited` beside the magnitudes, see `fused_ops.quantize`."""
+    limits = []
+    for value in values:
+        if lanes_of(value) % 8:
+            raise IRError(f"no kernel gives a8_limited from vectors of {lanes_of(value)}")
+        neighbour = bind(_lanes_xor(value, 1))
+        limits.append(value + neighbour)
+        two = bind(absolute(value) + absolute(neighbour))
+        four = two + _lanes_xor(two, 4)
+        limits.append(four * const(127 / (LIMITED_FOUR - 2), "float32", lanes_of(value)))
+    return limits
+
+
+def _lanes_xor(value: Expr, by: int) -> Expr:
+    return tirx.Shuffle([value], [i ^ by for i in range(lanes_of(value))])
+
+
 def max_magnitude(values: Sequence[Expr]) -> Expr:
     """max |x| over all elements of f32 vectors of any widths: the bits of magnitudes order like integers."""
     by_lanes: dict[int, Expr] = {}
@@ -81,11 +101,11 @@ def _sum(codes: Sequence[Expr]) -> Expr:
 
 
 def quantize(call: KernelCall, target: VectorTarget, name: str) -> Any:
-    """f32 (T, D) → a8."""
+    """f32 (T, D) → a8 or a8_limited."""
     (x_type,) = tensors(call)
     with Kernel(name, **signature(call)) as k:
         control, x, y = k.arguments
-        out = ActivationRows(y, x_type.width)
+        out = ActivationRows(y, call.results[0])
 
         def block(row: Expr, column: Expr, vectors: list[tuple[int, int]]) -> None:
             start = bind(row * x_type.stride + column)

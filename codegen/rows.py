@@ -17,7 +17,7 @@ from zllmc.zllm_ir.types import R, T
 BLOCK = 32  # elements that one thread takes at a time: two cache lines, and one group of activations
 
 
-_ELEMENTS = {"f32": "float32", "i32": "int32", "a8": "int8"}
+_ELEMENTS = {"f32": "float32", "i32": "int32", "a8": "int8", "a8_limited": "int8"}
 
 
 def signature(call: KernelCall) -> dict[str, Any]:

@@ -13,10 +13,10 @@ class UnitVectors:
 
     def __init__(self, names: Sequence[str], groups: int, lanes: int) -> None:
         self._size = 4 * lanes
-        self._step = groups * self._size
-        self._at = {name: i * self._step for i, name in enumerate(names)}
+        step = groups * self._size
+        self._at = {name: i * step for i, name in enumerate(names)}
         self._dtype: dict[str, str] = {}
-        self.stride = len(names) * self._step
+        self.stride = len(names) * step
 
     def allocate(self, units: int) -> None:
         self._memory = local("uint8", units * self.stride)
@@ -28,9 +28,8 @@ class UnitVectors:
             at = slot + self._at[name] + group * self._size
             self._memory.store(at, bits(value, f"uint8x{self._size}"))
 
-    def load(self, slot: Expr, group: int, name: str, number: Expr = 0) -> Expr:
-        """The vector that comes `number` names after this."""
-        at = slot + self._at[name] + group * self._size + number * self._step
+    def load(self, slot: Expr, group: int, name: str) -> Expr:
+        at = slot + self._at[name] + group * self._size
         return bits(self._memory.load(at, self._size), self._dtype[name])
 
 

@@ -27,5 +27,5 @@ def _fuse(node: Node, only: Only) -> Sequence[Node] | None:
     if node.op == "quantize":
         for op, quantizing in _QUANTIZING.items():
             if producer := only(node.inputs[0], op):
-                return [Node(quantizing, producer.inputs, producer.attrs, node.outputs)]
+                return [Node(quantizing, producer.inputs, producer.attrs + node.attrs, node.outputs)]
     return None

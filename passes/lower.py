@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zllmc.zllm_ir.errors import IRError
+from zllmc.zllm_ir.fused_ops import is_a8
 from zllmc.zllm_ir.graph import Graph, Node, Value
 from zllmc.zllm_ir.kernel_graph import (
     KEY_BLOCK,
@@ -93,7 +94,7 @@ def _input(value: Value) -> Operand:
 
 def _result(type: TensorType) -> Operand:
     width = Operand(type).width
-    return Operand(type, stride=width if type.dtype == "a8" else -(-width // ROW_PAD) * ROW_PAD)
+    return Operand(type, stride=width if is_a8(type.dtype) else -(-width // ROW_PAD) * ROW_PAD)
 
 
 def _view(node: Node, operands: dict[Value, Operand], views: dict[Value, View]) -> None:

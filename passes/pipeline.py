@@ -8,7 +8,7 @@ from pathlib import Path
 from zllmc.passes.batch import batch
 from zllmc.passes.choose_token import choose_token
 from zllmc.passes.fold_scales import fold_scales
-from zllmc.passes.fuse_attention import PARTS, fuse_attention
+from zllmc.passes.fuse_attention import PARTS, attention_parts, fuse_attention
 from zllmc.passes.fuse_norm_add import fuse_norm_add
 from zllmc.passes.fuse_quantize import fuse_quantize
 from zllmc.passes.fuse_residual import fuse_residual
@@ -19,6 +19,9 @@ from zllmc.passes.quantize_activations import quantize_activations
 from zllmc.passes.rewrite import eliminate_dead
 from zllmc.passes.select_early import select_early
 from zllmc.passes.specialise import specialise
+from zllmc.targets import Target
+from zllmc.targets.cpu import CpuTarget
+from zllmc.targets.gpu import GpuTarget
 from zllmc.zllm_ir.graph import Graph
 from zllmc.zllm_ir.kernel_graph import KernelGraph, print_kernels
 from zllmc.zllm_ir.picture import picture
@@ -32,31 +35,29 @@ MAX_BATCH = 8  # sequences of one decode pass, unless told otherwise
 
 def lower_entries(
     graph: Graph,
+    target: Target,
     *,
     context: int,
     max_batch: int = MAX_BATCH,
-    attention_parts: int = PARTS,
-    chooses: bool = False,
     dump: Path | None = None,
     check: bool = False,
 ) -> dict[str, KernelGraph]:
-    """The kernel graphs of all entry points by name, for caches of `context` tokens.
+    """The kernel graphs of all entry points by name, for `target` and caches of `context` tokens.
 
-    There is one for up to `max_batch` sequences unless that is 1. A decode attention is cut into about
-    `attention_parts`, see `fuse_attention`. With `chooses`, decode ends with the choice of the next token, as
-    it should where logits take long to get to the host: on GPUs. `dump` is a folder that gets one folder of
+    There is one for up to `max_batch` sequences unless that is 1. `dump` is a folder that gets one folder of
     numbered files, texts and pictures, for each; with `check`, the verifier runs after every pass.
     """
     entries = {}
     for name, tokens in (("decode", 1), ("prefill", None)):
         folder = dump / name if dump else None
-        ends = chooses and name == "decode"
         passed = run_passes(
             graph,
             tokens=tokens,
             context=context,
-            attention_parts=attention_parts,
-            chooses=ends,
+            attention_parts=attention_parts(target),
+            limit_activations=isinstance(target, CpuTarget) and target.limits_activations,
+            # Logits take long to get from a GPU to the host.
+            chooses=isinstance(target, GpuTarget) and name == "decode",
             dump=folder,
             check=check,
         )
@@ -83,15 +84,17 @@ def run_passes(
     tokens: int | None,
     context: int,
     attention_parts: int = PARTS,
+    limit_activations: bool = False,
     chooses: bool = False,
     dump: Path | None = None,
     check: bool = False,
 ) -> Graph:
     """The graph of one entry point, ready to lower: `tokens` is 1 for decode, None for prefill.
 
-    `context` is the largest number of cached tokens; for `attention_parts` see `fuse_attention`. With
-    `chooses`, a decode step chooses its token. `dump` is a folder that gets the graph after every pass, as a
-    text and as a picture, in numbered files; with `check`, the verifier runs after every pass.
+    `context` is the largest number of cached tokens; for `attention_parts` see `fuse_attention`, for
+    `limit_activations` `quantize_activations`. With `chooses`, a decode step chooses its token. `dump` is a
+    folder that gets the graph after every pass, as a text and as a picture, in numbered files; with `check`,
+    the verifier runs after every pass.
     """
     passes: list[tuple[str, Callable[[Graph], Graph]]] = [
         ("input", lambda g: g),
@@ -106,7 +109,7 @@ def run_passes(
         # Launches: one over what several read.
         ("join_linears", join_linears),
         # Numbers: int8 activations for the block formats.
-        ("quantize_activations", quantize_activations),
+        ("quantize_activations", lambda g: quantize_activations(g, limit=limit_activations)),
         ("fuse_quantize", fuse_quantize),
         ("eliminate_dead", eliminate_dead),
         *([("choose_token", choose_token)] if chooses else []),

@@ -32,6 +32,11 @@ class CpuTarget:
         return f"cpu:{self.name}"
 
     @property
+    def limits_activations(self) -> bool:
+        """Whether products with 8-bit weights take activations that are limited, see `fused_ops`."""
+        return self.dot == "maddubs"
+
+    @property
     def units(self) -> int:
         """Vector units that can meet within a kernel."""
         return 1
@@ -39,12 +44,16 @@ class CpuTarget:
     @property
     def llvm(self) -> dict[str, object]:
         """The target as TVM's LLVM back end takes it."""
-        return {
+        target: dict[str, object] = {
             "kind": "llvm",
             "mtriple": self.triple,
             "mcpu": self.cpu,
             "mattr": [f"+{f}" for f in self.features],
         }
+        if self.triple == _X86:
+            # Else LLVM adds integers as a tree, which takes more registers than a tile of a product has.
+            target["cl-opt"] = ["-x86-machine-combiner:bool=false"]
+        return target
 
 
 _X86 = "x86_64-unknown-linux-gnu"

@@ -1,18 +1,18 @@
-"""Quantized activation rows in numpy: the `a8` layout as documented in zllm_ir.kernel_graph."""
+"""Quantized activation rows in numpy: the layout of `a8` as documented in zllm_ir.kernel_graph."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from zllmc.zllm_ir.fused_ops import GROUP, _quantize
+from zllmc.zllm_ir.fused_ops import GROUP, _peak, _quantize
 from zllmc.zllm_ir.kernel_graph import activation_row_bytes
 
 
-def a8_rows(x: np.ndarray) -> np.ndarray:
+def a8_rows(x: np.ndarray, limited: bool = False) -> np.ndarray:
     """f32 (T, D) → u8 (T, row bytes)."""
     tokens, width = x.shape
     groups = x.reshape(tokens, -1, GROUP)
-    peak = np.abs(groups).max(axis=-1, keepdims=True)
+    peak = _peak(groups, limited)
     scale = (peak / np.float32(127)).astype(np.float32)
     inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
     codes = np.rint(groups * inverse).astype(np.int8)

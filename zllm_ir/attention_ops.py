@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zllmc.zllm_ir.errors import IRError
-from zllmc.zllm_ir.fused_ops import quantize
+from zllmc.zllm_ir.fused_ops import a8_type, quantize
 from zllmc.zllm_ir.op import register
 from zllmc.zllm_ir.types import KVType, TensorType
 
@@ -86,15 +86,15 @@ def attention_merge(partial: Array, *, splits: int) -> Array:
     return merged
 
 
-def _infer_merge_quantize(partial: TensorType, splits: int) -> TensorType:
+def _infer_merge_quantize(partial: TensorType, splits: int, limited: bool) -> TensorType:
     merged = _infer_merge(partial, splits)
     if int(merged.shape[-1]) % 32:
         raise IRError(f"attention_merge_quantize: the width of {merged} is no multiple of 32")
-    return TensorType("a8", merged.shape)
+    return a8_type(merged.shape, limited)
 
 
 @register(infer=_infer_merge_quantize)
-def attention_merge_quantize(partial: Array, *, splits: int) -> Array:
+def attention_merge_quantize(partial: Array, *, splits: int, limited: bool = False) -> Array:
     """quantize(attention_merge(partial))."""
-    result: Array = quantize(attention_merge(partial, splits=splits))
+    result: Array = quantize(attention_merge(partial, splits=splits), limited=limited)
     return result

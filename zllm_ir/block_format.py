@@ -152,6 +152,18 @@ class BlockFormat:
     sub_mins: Field | None = None  # mn; 1 where absent
 
     @property
+    def signed(self) -> bool:
+        """Whether the integers, as they are taken from the block, have a sign."""
+        by_table = isinstance(self.codes, Field) and self.codes.table is not None
+        return self.codes is not None and (self.codes.signed or by_table)
+
+    @property
+    def wide(self) -> bool:
+        """Whether the integers have a sign and take all of 8 bits. Lifted to unsigned codes, two products of
+        theirs with activations outgrow 16 bits; those of smaller ones don't."""
+        return self.signed and self.codes is not None and self.codes.largest > 64
+
+    @property
     def sub_block(self) -> int:
         """Elements that share a scale and a sub-scale; the whole block where there is one scale only."""
         if self.sub_scales is not None:

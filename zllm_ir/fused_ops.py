@@ -3,6 +3,10 @@
 `a8` is the type of a quantized activation row: int8 codes in groups of 32 with one f32 scale each. The
 references carry such a value as the float32 numbers it stands for, so every consumer's reference is the same
 with and without quantization.
+
+`a8_limited` is an `a8` whose codes leave room for sums in 16 bits, as AVX2 makes them of products with 8-bit
+weights: neighbours of one sign add up to 128 at most, and the four magnitudes that meet in one sum, of two
+such pairs 4 columns apart, to 255. Its scales are larger than they would be where those are exceeded.
 """
 
 from __future__ import annotations
@@ -22,15 +26,42 @@ Array = NDArray[Any]
 GROUP = 32  # elements that share one activation scale
 
 
-def _a8(x: TensorType, *_operands: Any, **_attrs: Any) -> TensorType:
+LIMITED_PAIR, LIMITED_FOUR = 128, 255  # what those of `a8_limited` add up to, at most
+
+
+def is_a8(dtype: str) -> bool:
+    """Whether this is the type of quantized activations, limited or not."""
+    return dtype in ("a8", "a8_limited")
+
+
+def a8_type(shape: tuple[Any, ...], limited: bool = False) -> TensorType:
+    return TensorType("a8_limited" if limited else "a8", shape)
+
+
+def _a8(x: TensorType, *_operands: Any, limited: bool, **_attrs: Any) -> TensorType:
     if int(x.shape[-1]) % GROUP:
         raise IRError(f"quantize: the last axis of {x} is no multiple of {GROUP}")
-    return TensorType("a8", x.shape)
+    return a8_type(x.shape, limited)
 
 
-def _quantize(x: Array) -> Array:
+def _peak(groups: Array, limited: bool) -> Array:
+    """What becomes 127."""
+    peak: Array = np.abs(groups).max(axis=-1, keepdims=True)
+    if not limited:
+        return peak
+    # Two columns of four times two pairs, 4 columns apart. Rounding adds ½ at most to each code.
+    pairs = groups.reshape(*groups.shape[:-1], 4, 2, 2, 2)
+    sums = np.abs(pairs[..., 0] + pairs[..., 1]).max(axis=(-3, -2, -1))
+    magnitudes = np.abs(pairs)
+    fours = ((magnitudes[..., 0] + magnitudes[..., 1]).sum(axis=-2)).max(axis=(-2, -1))
+    fours = fours * np.float32(127 / (LIMITED_FOUR - 2))
+    limit: Array = np.maximum(peak, np.maximum(sums, fours)[..., None])
+    return limit
+
+
+def _quantize(x: Array, limited: bool = False) -> Array:
     groups = x.reshape(*x.shape[:-1], -1, GROUP)
-    peak = np.abs(groups).max(axis=-1, keepdims=True)
+    peak = _peak(groups, limited)
     scale = (peak / np.float32(127)).astype(np.float32)
     inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
     rounded: Array = (np.rint(groups * inverse) * scale).reshape(x.shape).astype(np.float32)
@@ -38,21 +69,23 @@ def _quantize(x: Array) -> Array:
 
 
 @register(infer=_a8)
-def quantize(x: Array) -> Array:
-    """f32 (T, D) → a8: per group of 32, scale = max|x| / 127 and codes = round-to-nearest-even(x / scale)."""
-    return _quantize(x)
+def quantize(x: Array, *, limited: bool = False) -> Array:
+    """f32 (T, D) → a8: per group of 32, scale = max|x| / 127 and codes = round-to-nearest-even(x / scale).
+    With `limited` → a8_limited, where a scale is max|xᵢ + xᵢ₊₁| / 127 over pairs or Σ|x| / 253 over the fours
+    that meet in a sum, if that is more."""
+    return _quantize(x, limited)
 
 
 @register(infer=_a8)
-def rms_norm_quantize(x: Array, weight: Array | None = None, *, eps: float) -> Array:
+def rms_norm_quantize(x: Array, weight: Array | None = None, *, eps: float, limited: bool = False) -> Array:
     """quantize(rms_norm(x, weight))."""
-    return _quantize(ops.rms_norm(x, weight, eps=eps))
+    return _quantize(ops.rms_norm(x, weight, eps=eps), limited)
 
 
-@register(infer=lambda gate, up, act: _a8(gate))
-def glu_quantize(gate: Array, up: Array, *, act: str) -> Array:
+@register(infer=_a8)
+def glu_quantize(gate: Array, up: Array, *, act: str, limited: bool = False) -> Array:
     """quantize(glu(gate, up))."""
-    return _quantize(ops.glu(gate, up, act=act))
+    return _quantize(ops.glu(gate, up, act=act), limited)
 
 
 @register(infer=lambda y, residual, weight, eps: residual)

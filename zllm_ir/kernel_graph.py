@@ -27,7 +27,7 @@ from math import prod
 from typing import Any
 
 from zllmc.zllm_ir.errors import IRError
-from zllmc.zllm_ir.fused_ops import GROUP
+from zllmc.zllm_ir.fused_ops import GROUP, is_a8
 from zllmc.zllm_ir.graph import Attr, Value
 from zllmc.zllm_ir.types import Dim, KVType, R, T, TensorType, fixed
 
@@ -83,7 +83,7 @@ class KernelCall:
 def symbol(call: KernelCall) -> str:
     """The name of the call's kernel: equal calls have equal names, in every process."""
     operands = (o.type.dtype for o in call.operands if isinstance(o, Operand))
-    formats = [dtype for dtype in dict.fromkeys(operands) if dtype not in ("f32", "i32", "a8")]
+    formats = [dtype for dtype in dict.fromkeys(operands) if dtype not in ("f32", "i32") and not is_a8(dtype)]
     return "_".join([call.op, *formats, hashlib.sha256(repr(call).encode()).hexdigest()[:12]])
 
 
@@ -188,7 +188,7 @@ def row_bytes(operand: Operand) -> int:
     match operand.type.dtype:
         case "f32" | "i32":
             return 4 * operand.stride
-        case "a8":
+        case "a8" | "a8_limited":
             return activation_row_bytes(operand.width)
     raise IRError(f"{operand.type} is no value that kernels compute")
 

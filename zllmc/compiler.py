@@ -31,7 +31,6 @@ from zllmc.frontends.tokenizer import (
     tokenizer_from_gguf,
     tokenizer_from_hf,
 )
-from zllmc.passes.fuse_attention import attention_parts
 from zllmc.passes.pipeline import MAX_BATCH, lower_entries
 from zllmc.passes.plan import kernel_calls, make_plan, stored_weights
 from zllmc.runtime.artifact import FORMAT_VERSION, GPU_SUFFIXES, Gpu, Manifest, Source, digests
@@ -81,10 +80,9 @@ def compile_model(
         with room_to_write(dump_ir or Path(output)):
             graphs = lower_entries(
                 source.graph,
+                device,
                 context=capacity,
                 max_batch=max_batch,
-                attention_parts=attention_parts(device),
-                chooses=isinstance(device, GpuTarget),
                 dump=dump_ir,
                 check=verify,
             )

@@ -16,7 +16,6 @@ from typing import Any
 
 from zllmc import targets
 from zllmc.frontends.model import load_model
-from zllmc.passes.fuse_attention import attention_parts
 from zllmc.passes.pipeline import lower_entries
 from zllmc.passes.traffic import bytes_moved
 from zllmc.targets.gpu import GpuTarget, Product
@@ -96,7 +95,7 @@ def run_model_only(model: Path, text: str, *, prompt: int, depth: int, as_json: 
         raise ZllmcError(f"--model-only reckons on a GPU's peaks; {target} is none. Measure it instead.")
     capacity = -(-(prompt + depth + 1) // KEY_BLOCK) * KEY_BLOCK
     graph = load_model(model, context=capacity, kv="f16").graph
-    graphs = lower_entries(graph, context=capacity, attention_parts=attention_parts(target), chooses=True)
+    graphs = lower_entries(graph, target, context=capacity)
     passes = {
         "decode": estimate(graphs["decode"], target.product, tokens=1, cached=depth),
         "prefill": estimate(

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from zllmc import targets
 from zllmc.frontends.model import load_model
-from zllmc.passes.fuse_attention import attention_parts
 from zllmc.passes.pipeline import lower_entries
 from zllmc.runtime.artifact import Artifact
 from zllmc.runtime.devices import Mode, open_device
 from zllmc.zllm_ir.errors import ZllmcError
-from zllmc.zllm_ir.fused_ops import GROUP
+from zllmc.zllm_ir.fused_ops import GROUP, is_a8
 from zllmc.zllm_ir.interpreter import KVState, bind_weight
 from zllmc.zllm_ir.kernel_graph import (
     KEY_BLOCK,
@@ -58,10 +57,9 @@ class Machine:
         model = load_model(source, context=manifest.context, kv=manifest.kv)
         self.graphs = lower_entries(
             model.graph,
+            targets.parse(manifest.target),
             context=manifest.context,
             max_batch=artifact.plan.max_batch,
-            attention_parts=attention_parts(targets.parse(manifest.target)),
-            chooses=manifest.gpu is not None,
         )
         self.entries = {entry.name: entry for entry in artifact.plan.entries}
         self.weights = model.weights
@@ -176,7 +174,7 @@ class Step:
         rows = int(fixed(shape[0], {T: self.tokens, R: self.rows}))
         inner = tuple(int(d) for d in shape[1:])
         width = prod(inner)
-        if dtype == "a8":
+        if is_a8(dtype):
             raw = self.machine.read(place, np.uint8, (rows, activation_row_bytes(width)))
             codes = raw[:, :width].view(np.int8).astype(np.float32)
             scales = raw[:, width : width + 4 * (width // GROUP)].copy().view(np.float32)

@@ -25,12 +25,13 @@ from zllmc.single_step import Machine, Step
 from zllmc.terminal import note
 from zllmc.wording import gib, one_line, table
 from zllmc.zllm_ir.errors import ZllmcError
+from zllmc.zllm_ir.fused_ops import is_a8
 from zllmc.zllm_ir.kernel_graph import KVOperand, Operand
 
 Array = NDArray[Any]
 
 # Largest NMSE of one kernel's result given the same operands. Stored numbers may round the other way.
-KERNEL_TOLERANCE = {"f32": 1e-9, "i32": 0.0, "a8": 1e-4, "f16": 1e-6, "q8": 1e-4}
+KERNEL_TOLERANCE = {"f32": 1e-9, "i32": 0.0, "a8": 1e-4, "a8_limited": 1e-4, "f16": 1e-6, "q8": 1e-4}
 # The same where a kernel may round operands to i16: queries and weights, for the codes of a q8 cache; scales
 # of quantized activations, where the largest one of a row sets the step.
 I16_TOLERANCE = 1e-7
@@ -183,7 +184,7 @@ def _tolerance(step: Step, storage: str) -> float:
     caches = [operand.type for operand in call.operands if isinstance(operand, KVOperand)]
     over_q8 = call.op.startswith("attention") and any(it.storage == "q8" for it in caches)
     x = call.operands[0]
-    of_a8 = call.op == "linear" and isinstance(x, Operand) and x.type.dtype == "a8"
+    of_a8 = call.op == "linear" and isinstance(x, Operand) and is_a8(x.type.dtype)
     return I16_TOLERANCE if storage == "f32" and (over_q8 or of_a8) else KERNEL_TOLERANCE[storage]
 
 

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from harness import (
     RUNNABLE,
@@ -22,7 +24,7 @@ from zllmc.codegen.vector_math import exp
 from zllmc.targets.cpu import TARGETS
 from zllmc.zllm_ir import fused_ops, ops
 from zllmc.zllm_ir.errors import IRError
-from zllmc.zllm_ir.fused_ops import GROUP
+from zllmc.zllm_ir.fused_ops import GROUP, LIMITED_FOUR, LIMITED_PAIR
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand, activation_row_bytes
 from zllmc.zllm_ir.op import OPS
 from zllmc.zllm_ir.types import R, T, TensorType
@@ -123,6 +125,42 @@ def test_a_row_count_that_no_kernel_knows_is_an_error():
     x = Operand(TensorType("f32", (2 * T, 8)), 8)
     with pytest.raises(IRError, match="how many rows"):
         elementwise.add(KernelCall("add", (), (x, x), (x,)), RUNNABLE[-1], "f")
+
+
+def has_limited(target) -> bool:
+    """Whether there are kernels that give limited activations; only a target that wants them needs any."""
+    return target.lanes >= 8
+
+
+@on_targets
+@on_work
+@pytest.mark.parametrize("width", [32, 160])
+def test_limited_quantize_is_exact_and_keeps_within_its_limits(target, first_axis, tokens, threads, width):
+    if not has_limited(target):
+        pytest.skip("vectors are too short")
+    x = random(tokens, width)
+    x[0, :8] = 1  # all limits at once
+    x[-1, -32:] = 0
+    raw = np.zeros((tokens, activation_row_bytes(width)), np.uint8)
+    result = Operand(TensorType("a8_limited", (first_axis, width)))
+    call = KernelCall("quantize", (("limited", True),), (operand(x, first_axis),), (result,))
+    run(quantize, call, control(tokens), x, raw, threads=threads, target=target)
+    got = read_activations(raw, width)
+    np.testing.assert_array_equal(got.values, fused_ops.quantize(x, limited=True))
+    pairs = got.codes.astype(int).reshape(-1, 2, 2, 2)
+    assert np.abs(pairs.sum(-1)).max() <= LIMITED_PAIR
+    assert np.abs(pairs).sum((1, 3)).max() <= LIMITED_FOUR
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1.0, 3e37])
+@given(codes=st.lists(st.integers(-127, 127), min_size=32, max_size=32))
+def test_limits_hold_whatever_is_quantized(magnitude, codes):
+    x = np.array([codes], np.float32) * np.float32(magnitude / 127)
+    values = fused_ops.quantize(x, limited=True)
+    scale = fused_ops._peak(x.reshape(1, 1, 32), True)[0, 0, 0] / np.float32(127)
+    pairs = np.rint(values / scale if scale else values).reshape(-1, 2, 2, 2)
+    assert np.abs(pairs.sum(-1)).max() <= LIMITED_PAIR
+    assert np.abs(pairs).sum((1, 3)).max() <= LIMITED_FOUR
 
 
 @on_targets

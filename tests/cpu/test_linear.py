@@ -12,22 +12,28 @@ from zllmc.codegen.activations import largest_factor
 from zllmc.codegen.dot import Dot
 from zllmc.codegen.linear import linear
 from zllmc.codegen.packing import layout_of, pack_rows
-from zllmc.targets.cpu import TARGETS
+from zllmc.targets.cpu import TARGETS, CpuTarget
+from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.formats import FORMATS, decode
-from zllmc.zllm_ir.fused_ops import _quantize
+from zllmc.zllm_ir.fused_ops import _quantize, a8_type
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
 from zllmc.zllm_ir.types import T, TensorType
 
 
-def call_of(format: str, rows: int, columns: int, tokens: int | None, **extra) -> KernelCall:
+def is_limited(format: str, target: CpuTarget) -> bool:
+    """Whether the target's kernel takes limited activations."""
+    return target.limits_activations and FORMATS[format].wide
+
+
+def call_of(format: str, rows: int, columns: int, tokens: int | None, limited=False, **extra) -> KernelCall:
     first = T if tokens is None else tokens
-    plain = FORMATS[format].plain is not None
+    inputs = "f32" if FORMATS[format].plain else a8_type((), limited).dtype
     stride = -(-rows // 16) * 16
     return KernelCall(
         "linear",
         (("alpha", extra.get("alpha", 1.0)),),
         (
-            Operand(TensorType("f32" if plain else "a8", (first, columns)), columns),
+            Operand(TensorType(inputs, (first, columns)), columns),
             Operand(TensorType(format, (rows, columns))),
             Operand(TensorType("f32", (rows,))) if extra.get("bias") else None,
             Operand(TensorType("f32", (first, rows)), stride) if extra.get("residual") else None,
@@ -57,16 +63,17 @@ def check(
     layout = layout_of(format, (rows, columns), target.lanes)
     packed = pack_rows(layout, raw)
     padded = layout.padded_rows
-    call = call_of(format, rows, columns, 1 if decode_entry else None, **extra)
+    limited = is_limited(format, target)
+    call = call_of(format, rows, columns, 1 if decode_entry else None, limited, **extra)
     bias = rng.standard_normal(padded, dtype=np.float32)
     residual = rng.standard_normal((tokens, padded), dtype=np.float32)
     y = np.zeros((tokens, padded), np.float32)
-    arrays = [x if plain else a8_rows(x), packed]
+    arrays = [x if plain else a8_rows(x, limited), packed]
     arrays += [bias] if extra.get("bias") else []
     arrays += [residual] if extra.get("residual") else []
     run(linear, call, control(tokens), *arrays, y, threads=threads, target=target)
     weights = decode(FORMATS[format], raw).astype(np.float64)
-    seen = x if plain else _quantize(x)
+    seen = x if plain else _quantize(x, limited)
     expected = extra.get("alpha", 1.0) * (seen.astype(np.float64) @ weights.T)
     magnitude = np.abs(seen).astype(np.float64) @ np.abs(weights).T
     if extra.get("bias"):
@@ -151,14 +158,26 @@ def test_extreme_codes_scales_and_signs(format):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_integers_hold_the_largest_sums(format):
-    """Activations of ±127 only, all with one sign, alternating, and by pairs."""
-    signs = np.ones((4, 256), np.float32)
-    signs[1], signs[2, ::2], signs[3, ::4], signs[3, 1::4] = -1, -1, -1, -1
+    """Activations of ±127 only, all with one sign, alternating, and by pairs; and what the limits allow next
+    to a 127, in the pair and in the four."""
+    x = np.ones((8, 256), np.float32)
+    x[1], x[2, ::2], x[3, ::4], x[3, 1::4] = -1, -1, -1, -1
+    x[4:] = np.tile(
+        [[127, -126, 0, 0, 0, 0, 0, 0], [127, 0, 0, 0, 126, 0, 0, 0], [-127, 0, 0, 0, 0, -126, 0, 0]], 32
+    )[[0, 1, 2, 2]]
     for extreme in (False, True):
-        check(format, 16, 256, 4, x=signs, extreme=extreme, rng=np.random.default_rng(6))
-        check(
-            format, 16, 256, 1, x=signs[1:2], extreme=extreme, decode_entry=True, rng=np.random.default_rng(6)
-        )
+        check(format, 16, 256, 8, x=x, extreme=extreme, rng=np.random.default_rng(6))
+        for row in range(1, 7):
+            one = x[row : row + 1]
+            check(format, 16, 256, 1, x=one, extreme=extreme, decode_entry=True, rng=np.random.default_rng(6))
+
+
+@pytest.mark.parametrize("format", ["Q8_0", "IQ4_XS"])
+def test_wide_weights_are_refused_activations_that_their_products_do_not_fit(format):
+    with pytest.raises(ZllmcError, match=rf"no cpu:avx2 kernel for linear of a8\[T, 256\] with a {format}"):
+        linear(call_of(format, 16, 256, None), TARGETS["avx2"], "f")
+    for name in ("avx512vnni", "dotprod"):
+        linear(call_of(format, 16, 256, None), TARGETS[name], "f")
 
 
 @pytest.mark.parametrize("format", ["Q4_0", "Q5_1", "MXFP4", "Q8_0"])
@@ -182,7 +201,7 @@ def test_bias_residual_alpha_and_padded_rows(format):
 @pytest.mark.parametrize("target", TARGETS.values(), ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_target_compiles(format, target):
-    text = assembly(linear, call_of(format, 32, 512, 1), target)
+    text = assembly(linear, call_of(format, 32, 512, 1, is_limited(format, target)), target)
     assert {"maddubs": "vpmaddubsw", "vnni": "vpdpbusd", "sdot": "sdot"}[target.dot] in text or FORMATS[
         format
     ].plain

@@ -27,7 +27,7 @@ def test_kernels_of_this_machine_pack_for_every_target_what_numpy_does(
 ) -> None:
     device = parse(target)
     model = load_model(conformance / "quants/gemma3-dense-Q4_K_M.gguf", context=64)
-    stored = stored_weights(lower_entries(model.graph, context=64).values())
+    stored = stored_weights(lower_entries(model.graph, device, context=64).values())
     offsets, size = place_weights(model, stored, device)
     jobs = pack_jobs(stored, device)
     assert len(jobs) > 1

@@ -25,6 +25,7 @@ weight half: F16[64, 64]
 weight packed: Q8_0[64, 64]
 weight packed2: Q8_0[32, 64]
 weight bias2: F32[32]
+weight narrow: Q4_0[64, 64]
 state kv: kv.f16[2, 16]
 """
 

@@ -304,6 +304,26 @@ def test_quantize_activations_once_for_all_that_share_them() -> None:
     )
 
 
+def test_activations_are_limited_where_a_wide_weight_takes_them() -> None:
+    graph = graph_of("""\
+        %0: f32[T, 64] = linear(@x, @narrow, -, @y) {'alpha': 1.0}
+        %1: f32[T, 64] = linear(%0, @packed, -, -) {'alpha': 1.0}
+        %2: f32[T, 64] = linear(%0, @narrow, -, -) {'alpha': 1.0}
+        return %1, %2
+        """)
+    expect(
+        quantize_activations(graph, limit=True),
+        """\
+        %x.a8: a8[T, 64] = quantize(@x)
+        %0: f32[T, 64] = linear(%x.a8, @narrow, -, @y) {'alpha': 1.0}
+        %0.a8: a8_limited[T, 64] = quantize(%0) {'limited': True}
+        %1: f32[T, 64] = linear(%0.a8, @packed, -, -) {'alpha': 1.0}
+        %2: f32[T, 64] = linear(%0.a8, @narrow, -, -) {'alpha': 1.0}
+        return %1, %2
+        """,
+    )
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -7,6 +7,7 @@ import pytest
 
 from zllmc.frontends.model import load_model
 from zllmc.passes.pipeline import lower_entries
+from zllmc.targets.cpu import detect
 from zllmc.zllm_ir.graph import Builder
 from zllmc.zllm_ir.picture import _layers, picture
 from zllmc.zllm_ir.types import T, TensorType
@@ -44,7 +45,7 @@ def test_layers_are_drawn_once_although_their_windows_differ(family: str, confor
     assert f"… {layers - 1} more like this" in shown
     assert shown.count("attention") == 1
     assert sum("output_norm.weight" in text for text in shown) == 1
-    decode = lower_entries(model.graph, context=128, max_batch=1)["decode"]
+    decode = lower_entries(model.graph, detect(), context=128, max_batch=1)["decode"]
     assert f"… {layers - 1} more like this" in texts(picture(decode))
 
 

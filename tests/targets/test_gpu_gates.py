@@ -71,7 +71,7 @@ def test_a_gemv_loads_16_bytes_at_once_and_multiplies_by_dot_instructions(name, 
 def check_kernels(file, target, folder):
     """All kernels of a model: the output is the target's, nothing spills, and no limit is exceeded."""
     model = load_model(file, context=256, kv="f16")
-    calls = kernel_calls(lower_entries(model.graph, context=256, chooses=True).values()).values()
+    calls = kernel_calls(lower_entries(model.graph, target, context=256).values()).values()
     sources = {symbol(call): kernel_source(call, target) for call in calls}
     assert len(sources) > 15
     # One text for all, which compiles in half the time.
