@@ -157,15 +157,14 @@ class _Groups:
             with serial(0, count * width) as i:
                 totals.store(i * lanes, const(0, "float32", lanes))
 
-            def ask(unit: Expr, ahead: int) -> None:
+            def ask(unit: Expr, group: int, ahead: int) -> None:
                 """Of this group, or of the one that comes after all of these."""
                 size, units = self.layout.group_bytes, self.layout.columns // UNIT
                 later = bind(unit + ahead)
                 inside = bind(T.truncmod(later, units) * (size // units))
                 at = bind(inside + T.if_then_else(later < units, 0, width * size))
-                for record in records:
-                    for line in range(0, size // units, 64):
-                        prefetch(record, at + line)
+                for line in range(0, size // units, 64):
+                    prefetch(records[group], at + line)
 
             if isinstance(tiles, PlainTiles):
                 tiles.add(totals, records, first, count, self.x_stride, self._prefetch)

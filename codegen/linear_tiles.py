@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -23,7 +23,20 @@ from zllmc.codegen.dot import LARGEST_PAIR, Dot
 from zllmc.codegen.packing import STEPS, UNIT, PackedLayout
 from zllmc.codegen.plain_tiles import tile_groups
 from zllmc.codegen.tile_vectors import TotalVectors, UnitVectors
-from zllmc.codegen.tir import Expr, Memory, Register, bind, bits, broadcast, cast, const, local, serial, when
+from zllmc.codegen.tir import (
+    Expr,
+    Memory,
+    Register,
+    bind,
+    bits,
+    broadcast,
+    cast,
+    const,
+    hold,
+    local,
+    serial,
+    when,
+)
 from zllmc.zllm_ir.fused_ops import LIMITED_FOUR
 
 Sums = list[list[Expr]]  # of each row of x and each group
@@ -83,12 +96,12 @@ class Tiles:
         first: Expr,
         count: Expr,
         stride: int,
-        prefetch: Callable[..., None],
+        prefetch: Callable[[Expr, int, int], None],
     ) -> None:
         """totals[row][group] += w · x for rows first … first + count − 1 of x, `stride` words apart, and the
         `width` groups of weights; a row's lack `factors.scale`. `starts`: of `prepare`. `prefetch(unit,
-        ahead=…)` asks for the weights that will be unpacked that many units after this one, maybe those of
-        the next groups."""
+        group, ahead)` asks for the weights of a group that will be unpacked that many units after this one,
+        maybe those of the next groups."""
         units = self.layout.format.block // UNIT
         blocks = self.layout.columns // self.layout.format.block
         vectors = UnitVectors(self.names, self.width, self.dot.lanes)
@@ -98,7 +111,15 @@ class Tiles:
 
         def tile(row: Expr, rows: int, begin: Expr, end: Expr) -> None:
             words = [bind((first + row + r) * stride) for r in range(rows)]
-            ask = partial(prefetch, ahead=piece * units)
+            # The first two tiles share in this: one may come to its end before memory has taken all requests.
+            asks = [row < 1, tirx.EQ(row, tirx.Select(count > self.height, self.height, 0))]
+            asks = [hold(it) for it in asks]
+
+            def ask(unit: Expr) -> None:
+                for g in range(self.width):
+                    with when(asks[g % 2]):
+                        prefetch(unit, g, piece * units)
+
             _Tile(self, weights, vectors, starts, factors, words, stride, row, zero, ask).add(
                 totals, begin, end
             )
@@ -248,10 +269,9 @@ class _Tile:
             totals.set(r, g, value)
 
     def _ask(self, unit: Expr) -> None:
-        """Have on its way what will be read next: by the first tile the next weights, and by each the same
-        columns of the next rows of x, which may be in the L3 cache."""
-        with when(self.row < 1):
-            self.prefetch(unit)
+        """Have on its way what will be read next: weights, and the same columns of the next rows of x, which
+        may be in the L3 cache."""
+        self.prefetch(unit)
         for row in self.words:
             self.of.x.prefetch(row + len(self.words) * self.stride, unit)
 
