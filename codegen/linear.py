@@ -27,7 +27,9 @@ from zllmc.codegen.tir import (
     Register,
     bind,
     broadcast,
+    choose,
     const,
+    hold,
     local,
     prefetch,
     serial,
@@ -36,6 +38,7 @@ from zllmc.targets.cpu import CpuTarget
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.fused_ops import is_a8
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand, activation_row_bytes
+from zllmc.zllm_ir.types import R
 
 PREFETCH_BYTES = 6144  # 2 KiB is too late for memory, 16 KiB crowds the L1 cache
 _BLOCK = 512 * 1024  # bytes of x that the weights are unpacked for at once; they may come from the L3 cache
@@ -72,22 +75,32 @@ def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
             given.get("bias"),
             _Rows(given["residual"], residual.stride) if isinstance(residual, Operand) else None,
         )
-        together = 1 if x.single_row else groups.tiles.width
-        begin, end = share(kernel, layout.groups // together)
-        if x.single_row:
+
+        def one() -> None:
+            begin, end = share(kernel, layout.groups)
             factors = groups.factors(1, offsets=True)
             if factors:
                 factors.prepare(0, 0)
             with serial(begin, end) as group:
                 groups.decode(group, factors)
-        else:
-            tokens = bind(row_count(x, given["control"]))
+
+        def many() -> None:
+            begin, end = share(kernel, layout.groups // groups.tiles.width)
             size = columns if quantized else 4 * columns
             height = groups.tiles.height
             block = max(2, _BLOCK // size // height) * height
             with serial(0, (tokens + (block - 1)) // block) as b:
                 first = bind(b * block)
                 groups.prefill(begin, end, first, bind(T.min(tokens - first, block)), block)
+
+        if x.single_row:
+            one()
+        else:
+            tokens = hold(row_count(x, given["control"]))
+            if x.type.shape[0] == R:  # mostly the last token's
+                choose(tokens < 2, one, many)
+            else:
+                many()
     return kernel.function
 
 

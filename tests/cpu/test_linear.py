@@ -17,7 +17,7 @@ from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.formats import FORMATS, decode
 from zllmc.zllm_ir.fused_ops import _quantize, a8_type
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
-from zllmc.zllm_ir.types import T, TensorType
+from zllmc.zllm_ir.types import R, T, TensorType
 
 
 def is_limited(format: str, target: CpuTarget) -> bool:
@@ -25,8 +25,7 @@ def is_limited(format: str, target: CpuTarget) -> bool:
     return target.limits_activations and FORMATS[format].wide
 
 
-def call_of(format: str, rows: int, columns: int, tokens: int | None, limited=False, **extra) -> KernelCall:
-    first = T if tokens is None else tokens
+def call_of(format: str, rows: int, columns: int, first=T, limited=False, **extra) -> KernelCall:
     inputs = "f32" if FORMATS[format].plain else a8_type((), limited).dtype
     stride = -(-rows // 16) * 16
     return KernelCall(
@@ -51,11 +50,13 @@ def check(
     threads=1,
     target=RUNNABLE[-1],
     decode_entry=False,
+    wanted=False,
     rng,
     extreme=False,
     x=None,
     **extra,
 ):
+    """`wanted`: the rows are the last ones of a pass."""
     raw = random_rows(FORMATS[format], rows, columns, rng, extreme=extreme)
     if x is None:
         x = rng.standard_normal((tokens, columns), dtype=np.float32)
@@ -64,14 +65,15 @@ def check(
     packed = pack_rows(layout, raw)
     padded = layout.padded_rows
     limited = is_limited(format, target)
-    call = call_of(format, rows, columns, 1 if decode_entry else None, limited, **extra)
+    call = call_of(format, rows, columns, 1 if decode_entry else R if wanted else T, limited, **extra)
     bias = rng.standard_normal(padded, dtype=np.float32)
     residual = rng.standard_normal((tokens, padded), dtype=np.float32)
     y = np.zeros((tokens, padded), np.float32)
     arrays = [x if plain else a8_rows(x, limited), packed]
     arrays += [bias] if extra.get("bias") else []
     arrays += [residual] if extra.get("residual") else []
-    run(linear, call, control(tokens), *arrays, y, threads=threads, target=target)
+    state = control(tokens + 3, first_row=3) if wanted else control(tokens)
+    run(linear, call, state, *arrays, y, threads=threads, target=target)
     weights = decode(FORMATS[format], raw).astype(np.float64)
     seen = x if plain else _quantize(x, limited)
     expected = extra.get("alpha", 1.0) * (seen.astype(np.float64) @ weights.T)
@@ -175,9 +177,9 @@ def test_integers_hold_the_largest_sums(format):
 @pytest.mark.parametrize("format", ["Q8_0", "IQ4_XS"])
 def test_wide_weights_are_refused_activations_that_their_products_do_not_fit(format):
     with pytest.raises(ZllmcError, match=rf"no cpu:avx2 kernel for linear of a8\[T, 256\] with a {format}"):
-        linear(call_of(format, 16, 256, None), TARGETS["avx2"], "f")
+        linear(call_of(format, 16, 256), TARGETS["avx2"], "f")
     for name in ("avx512vnni", "dotprod"):
-        linear(call_of(format, 16, 256, None), TARGETS[name], "f")
+        linear(call_of(format, 16, 256), TARGETS[name], "f")
 
 
 @pytest.mark.parametrize("format", ["Q4_0", "Q5_1", "MXFP4", "Q8_0"])
@@ -189,6 +191,13 @@ def test_activations_of_very_different_sizes(format):
     for row in range(3):
         check(format, 16, 512, 1, x=x[row : row + 1], decode_entry=True, rng=np.random.default_rng(11))
     check(format, 16, 512, 3, x=x, rng=np.random.default_rng(11))
+
+
+@pytest.mark.parametrize("format", ["F16", "Q4_0", "Q8_0", "Q6_K", "IQ3_S"])
+def test_wanted_rows_are_one_or_several(format):
+    for tokens, threads in ((1, 1), (1, 3), (2, 1), (5, 2)):
+        rng = np.random.default_rng(12)
+        check(format, 48, 256, tokens, wanted=True, residual=True, bias=True, threads=threads, rng=rng)
 
 
 @pytest.mark.parametrize("format", ["F16", "Q4_0", "Q8_0", "Q6_K"])
