@@ -6,7 +6,8 @@ with and without quantization.
 
 `a8_limited` is an `a8` whose codes leave room for sums in 16 bits, as AVX2 makes them of products with 8-bit
 weights: neighbours of one sign add up to 128 at most, and the four magnitudes that meet in one sum, of two
-such pairs 4 columns apart, to 255. Its scales are larger than they would be where those are exceeded.
+such pairs 4 columns apart, to 255. Its scales are larger than they would be where those are exceeded, which
+adds about a fifth to what rounding does to a model's activations.
 """
 
 from __future__ import annotations
