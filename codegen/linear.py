@@ -29,7 +29,6 @@ from zllmc.codegen.tir import (
     broadcast,
     choose,
     const,
-    hold,
     local,
     prefetch,
     serial,
@@ -93,14 +92,13 @@ def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
                 first = bind(b * block)
                 groups.prefill(begin, end, first, bind(T.min(tokens - first, block)), block)
 
+        tokens = row_count(x, given["control"])
         if x.single_row:
             one()
+        elif x.type.shape[0] == R:  # mostly the last token's
+            choose(tokens < 2, one, many)
         else:
-            tokens = hold(row_count(x, given["control"]))
-            if x.type.shape[0] == R:  # mostly the last token's
-                choose(tokens < 2, one, many)
-            else:
-                many()
+            many()
     return kernel.function
 
 

@@ -78,6 +78,11 @@ class Tiles:
         return STEPS // self.chunk
 
     @property
+    def subs(self) -> int:
+        """Of a unit, those with sub-scales of their own."""
+        return UNIT // min(self.layout.format.sub_block, UNIT)
+
+    @property
     def width(self) -> int:
         """Groups of weight rows in a tile."""
         return tile_groups(self.layout)
@@ -144,11 +149,11 @@ class Tiles:
 
     @property
     def names(self) -> list[str]:
-        """Of the vectors that a unit is unpacked into. A scale is there once for each chunk."""
+        """Of the vectors that a unit is unpacked into."""
         fmt = self.layout.format
         names = [f"code{s}" for s in range(STEPS)]
         if self.layout.subs:
-            names += [f"scale{c}" for c in range(self.chunks)]
+            names += [f"scale{sub}" for sub in range(self.subs)]
         else:
             names += [f"d{part}" for part in range(self.layout.parts)]
         return [*names, "minimum"] if fmt.minimum else names
@@ -156,8 +161,7 @@ class Tiles:
     def _unpacked(self, group: BlockSums, unit: Expr) -> dict[str, Expr]:
         vectors = {f"code{s}": step for s, step in enumerate(group.steps(unit))}
         if self.layout.subs:
-            scales = group.sub_scales(unit)
-            vectors |= {f"scale{c}": scales[c * len(scales) // self.chunks] for c in range(self.chunks)}
+            vectors |= {f"scale{sub}": scale for sub, scale in enumerate(group.sub_scales(unit))}
             minimum = group.sub_minimum(unit) if self.layout.sub_mins else None
         else:
             scales = group.unit_scales(unit)
@@ -220,15 +224,15 @@ class _Tile:
 
     def _add_unit(self, totals: TotalVectors, unit: Expr, slot: Expr) -> None:
         self._ask(unit)
-        x, parts = self.of.x, [name for name in self.of.names if name[0] == "d"]
-        chunks = self.of.chunks // len(parts)
-        sums = [self._dot(unit, slot, part * chunks, chunks) for part in range(len(parts))]
+        x, parts = self.of.x, self.of.layout.parts
+        chunks = self.of.chunks // parts
+        sums = [self._dot(unit, slot, part * chunks, chunks) for part in range(parts)]
         for r, row in enumerate(self.words):
             dx, scaled_sum = x.unit_scale(row, unit, self.factors, self.row + r)
             for g in range(self.of.width):
                 terms = [
-                    (cast(of_part[r][g], "float32"), self.vectors.load(slot, g, d))
-                    for of_part, d in zip(sums, parts, strict=True)
+                    (cast(of_part[r][g], "float32"), self.vectors.load(slot, g, f"d{part}"))
+                    for part, of_part in enumerate(sums)
                 ]
                 minimum = self.vectors.load(slot, g, "minimum") if self.of.layout.format.minimum else None
                 totals.set(r, g, x.plus_unit(totals.get(r, g), terms, dx, minimum, scaled_sum))
@@ -300,7 +304,7 @@ class _Tile:
 
     def _scale(self, unit: Expr, slot: Expr, chunk: int, r: int, g: int) -> Expr | None:
         if self.of.layout.subs:
-            return bind(self.vectors.load(slot, g, f"scale{chunk}"))
+            return bind(self.vectors.load(slot, g, f"scale{chunk * self.of.subs // self.of.chunks}"))
         return None if self.factors is None else bind(self.factors.factor(self.row + r, unit))
 
     def _start(self, unit: Expr, chunk: int, r: int) -> Expr | None:

@@ -25,8 +25,6 @@ from zllmc.zllm_ir.types import KVType, TensorType
 Array = NDArray[Any]
 
 GROUP = 32  # elements that share one activation scale
-
-
 LIMITED_PAIR, LIMITED_FOUR = 128, 255  # what those of `a8_limited` add up to, at most
 
 
