@@ -10,7 +10,7 @@ Without sub-scales, d and m are multiplied with every unit. All that stands befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from zllmc.codegen.activations import Activations, IntegerScales
@@ -21,8 +21,6 @@ from zllmc.codegen.tir import Expr, Memory, Register, bind, cast, const, serial
 from zllmc.zllm_ir.block_format import Float
 from zllmc.zllm_ir.errors import ZllmcError
 
-Vectors = Callable[[Expr], list[Expr]]  # of a unit: its codes as the dot product wants them, or its scales
-
 
 class BlockSums:
     """One group of `lanes` rows at `record`, against rows of x."""
@@ -30,7 +28,6 @@ class BlockSums:
     def __init__(self, layout: PackedLayout, dot: Dot, record: Memory, x: Memory) -> None:
         self.layout, self.dot, self.record = layout, dot, record
         self.x = Activations(layout, dot, x)
-        self._scales = record.from_(const(layout.code_bytes, "int64"))
         self._indices = dot.row_indices(layout, record)
 
     # -- what the weights are made of ----------------------------------------------------------------------
@@ -43,7 +40,7 @@ class BlockSums:
     def steps(self, unit: Expr) -> list[Expr]:
         """The unit's codes, straight from the packed bytes."""
         rows = partial(self._indices.of, unit) if self._indices else None
-        raw = self.dot.code_steps(self.layout, self.record, bind(unit * self.layout.unit_bytes), rows)
+        raw = self.dot.code_steps(self.layout, self.record, bind(self.layout.codes_at(unit)), rows)
         return [self.dot.values(self.layout, step) for step in raw]
 
     @property
@@ -55,7 +52,7 @@ class BlockSums:
         """d · sc, and ± m · mn where the format has a minimum; or the d of each half that has its own."""
         layout, lanes = self.layout, self.dot.lanes
         scale = layout.format.scale
-        units = layout.format.block // UNIT
+        units = layout.units
         block = bind(unit // units)
         if scale is not None and scale.count > 1:
             size = lanes * scale.nbytes
@@ -71,7 +68,7 @@ class BlockSums:
     def half_scales(self, unit: Expr) -> tuple[list[Expr], list[Expr]]:
         """As `unit_scales` where sub-blocks have 16 columns: d · sc of each half; ± m · mn of each half, or
         ± m where the unit has only that, or nothing."""
-        block = bind(unit // (self.layout.format.block // UNIT))
+        block = bind(unit // self.layout.units)
         d = self.block_scale(block)
         scales = [bind(d * cast(sc, "float32")) for sc in self.sub_scales(unit)]
         if not self.layout.format.minimum:
@@ -111,93 +108,61 @@ class BlockSums:
         return bind(cast(self._pair_bytes(unit, 0, "int8"), "int16"))
 
     def _record(self, block: Expr) -> Expr:
-        return block * self.layout.block_scale_bytes
+        return block * self.layout.block_bytes
 
     def _small(self, unit: Expr, at: int, dtype: str) -> Expr:
-        units = self.layout.format.block // UNIT
+        units = self.layout.units
         place = self._record(unit // units) + at + unit % units * self.dot.lanes
-        return bind(load_i32(self._scales.view(dtype), place, self.dot.lanes))
+        return bind(load_i32(self.record.view(dtype), place, self.dot.lanes))
 
     def _pair_bytes(self, unit: Expr, at: int, dtype: str) -> Expr:
-        units, size = self.layout.format.block // UNIT, 2 * self.dot.lanes
-        return self._scales.view(dtype).load(self._record(unit // units) + at + unit % units * size, size)
+        units, size = self.layout.units, 2 * self.dot.lanes
+        return self.record.view(dtype).load(self._record(unit // units) + at + unit % units * size, size)
 
     def _float(self, at: Expr, number: Float | None) -> Expr:
         if number is None:
             raise ZllmcError(f"{self.layout.format.name} has no scale")
-        return load_scale(self._scales, at, self.dot.lanes, number)
+        return load_scale(self.record, at, self.dot.lanes, number)
 
     # -- sums ----------------------------------------------------------------------------------------------
 
-    def add_units(
+    def add_unit(
         self,
         totals: Sequence[Register],
         rows: Sequence[Expr],
-        begin: Expr,
-        end: Expr,
-        steps: Vectors,
-        scales: Vectors,
+        unit: Expr,
         factors: IntegerScales | None = None,
     ) -> None:
-        """Add units begin … end − 1 to the totals; `rows` are the word offsets of the rows of x, `scales`
-        gives what `unit_scales` does. With `factors`, there is one row, whose total lacks their `scale`."""
+        """Add a unit to the totals where `unit_scales` gives all that it needs; `rows` are the word offsets
+        of the rows of x. With `factors`, there is one row, whose total lacks their `scale`."""
         layout = self.layout
         parts = layout.parts
-        with serial(begin, end) as unit:
-            codes, given, x = steps(unit), scales(unit), self._steps_of(rows, unit)
-            k = factors and bind(factors.factor(0, unit))
-            sums = []
-            for part in range(parts):
-                of = slice(part * STEPS // parts, (part + 1) * STEPS // parts)
-                sums.append(self.dot.dot(layout, codes[of], [each[of] for each in x], k))
-            for i, (total, row) in enumerate(zip(totals, rows, strict=True)):
-                values = []
-                for part, d in enumerate(given[:parts]):
-                    value = sums[part][i]
-                    if factors:
-                        value = factors.less_offset(value, 0, unit, part)
-                    elif offset := self.dot.offset(layout):
-                        value = value + self.x.times_sum(row, unit, -offset, part if parts > 1 else None)
-                    values.append((cast(value, "float32"), d))
-                minimum = given[parts] if layout.format.minimum else None
-                dx, scaled_sum = self.x.unit_scale(row, unit, factors, 0)
-                total.set(self.x.plus_unit(total.get(), values, dx, minimum, scaled_sum))
-
-    def add_blocks(
-        self, totals: Sequence[Register], rows: Sequence[Expr], begin: Expr, end: Expr, steps: Vectors
-    ) -> None:
-        """Add blocks begin … end − 1 to the totals: integers within a unit, d and m once a block."""
-        fmt, lanes = self.layout.format, self.dot.lanes
-        zero = const(0, "float32", lanes)
-        with serial(begin, end) as block:
-            scaled = [Register("float32", lanes, zero) for _ in rows]
-            minima = [Register("float32", lanes, zero) for _ in rows] if fmt.minimum else []
-            self.prepare(block)
-            with serial(0, fmt.block // UNIT) as u:
-                unit = bind(block * (fmt.block // UNIT) + u)
-                sums = self._sub_sums(steps, rows, unit)
-                for i, row in enumerate(rows):
-                    dx = bind(self.x.scale(row, unit))
-                    scaled[i].set(scaled[i].get() + cast(sums[i], "float32") * dx)
-                if minima:
-                    minimum = self.sub_minimum(unit)
-                    for i, row in enumerate(rows):
-                        minima[i].set(self.x.plus_minimum(minima[i].get(), minimum, row, unit))
-            d = self.block_scale(block)
-            for total, part in zip(totals, scaled, strict=True):
-                total.set(total.get() + part.get() * d)
-            if minima:
-                m = self.block_minimum(block)
-                for total, part in zip(totals, minima, strict=True):
-                    total.set(total.get() + part.get() * m)
+        codes, given, x = self.steps(unit), self.unit_scales(unit), self._steps_of(rows, unit)
+        k = factors and bind(factors.factor(0, unit))
+        sums = []
+        for part in range(parts):
+            of = slice(part * STEPS // parts, (part + 1) * STEPS // parts)
+            sums.append(self.dot.dot(layout, codes[of], [each[of] for each in x], k))
+        for i, (total, row) in enumerate(zip(totals, rows, strict=True)):
+            values = []
+            for part, d in enumerate(given[:parts]):
+                value = sums[part][i]
+                if factors:
+                    value = factors.less_offset(value, 0, unit, part)
+                elif offset := self.dot.offset(layout):
+                    value = value + self.x.times_sum(row, unit, -offset, part if parts > 1 else None)
+                values.append((cast(value, "float32"), d))
+            minimum = given[parts] if layout.format.minimum else None
+            dx, scaled_sum = self.x.unit_scale(row, unit, factors, 0)
+            total.set(self.x.plus_unit(total.get(), values, dx, minimum, scaled_sum))
 
     def _steps_of(self, rows: Sequence[Expr], unit: Expr) -> list[list[Expr]]:
         return [[self.x.step(row, unit, s) for s in range(STEPS)] for row in rows]
 
-    def _sub_sums(self, steps: Vectors, rows: Sequence[Expr], unit: Expr) -> list[Expr]:
+    def sub_sums(self, rows: Sequence[Expr], unit: Expr) -> list[Expr]:
         """Σ_sub sc · Σ (q − z) · x of a unit for each row of x; i32 lanes."""
         layout, dot = self.layout, self.dot
-        codes, x = steps(unit), self._steps_of(rows, unit)
+        codes, x = self.steps(unit), self._steps_of(rows, unit)
         scales = self.sub_scales(unit)
         sums: list[Expr] = []
         for part, scale in enumerate(scales):
@@ -212,3 +177,35 @@ class BlockSums:
             pairs = [self.x.half_sums(row, unit) for row in rows]
             sums = [bind(s - dot.pair_sum(paired, p) * by) for s, p in zip(sums, pairs, strict=True)]
         return sums
+
+
+def add_block(
+    groups: Sequence[BlockSums], totals: Sequence[Sequence[Register]], rows: Sequence[Expr], block: Expr
+) -> None:
+    """Add a block that has sub-scales, of some groups of weights and rows of x, to totals[group][row]:
+    integers within a unit, d and m once."""
+    layout, x, lanes = groups[0].layout, groups[0].x, groups[0].dot.lanes
+
+    def zeros() -> list[list[Register]]:
+        return [[Register("float32", lanes, const(0, "float32", lanes)) for _ in rows] for _ in groups]
+
+    scaled, minima = zeros(), zeros() if layout.format.minimum else None
+    for group in groups:
+        group.prepare(block)
+    with serial(0, layout.units) as u:
+        unit = bind(block * layout.units + u)
+        for g, group in enumerate(groups):
+            for total, row, sums in zip(scaled[g], rows, group.sub_sums(rows, unit), strict=True):
+                total.set(total.get() + cast(sums, "float32") * bind(x.scale(row, unit)))
+            if minima:
+                minimum = group.sub_minimum(unit)
+                for total, row in zip(minima[g], rows, strict=True):
+                    total.set(x.plus_minimum(total.get(), minimum, row, unit))
+    for g, group in enumerate(groups):
+        d = group.block_scale(block)
+        for total, part in zip(totals[g], scaled[g], strict=True):
+            total.set(total.get() + part.get() * d)
+        if minima:
+            m = group.block_minimum(block)
+            for total, part in zip(totals[g], minima[g], strict=True):
+                total.set(total.get() + part.get() * m)

@@ -63,15 +63,13 @@ class _Row:
         # All rows of the group are unpacked side by side, then this one is picked.
         size = 4 * lanes
         codes = local("uint8", STEPS * size)
-        for s, step in enumerate(dot.code_steps(layout, record, bind(unit * layout.unit_bytes))):
+        for s, step in enumerate(dot.code_steps(layout, record, bind(layout.codes_at(unit)))):
             codes.store(s * size, step)
         if layout.format.signed:
             codes = codes.view("int8")
 
-        units = fmt.block // UNIT
-        scales = record.from_(const(layout.code_bytes, "int64"))
-        block = bind(unit // units * layout.block_scale_bytes)
-        inside = bind(unit % units)
+        block = bind(unit // layout.units * layout.block_bytes)
+        inside = bind(unit % layout.units)
         subs = UNIT // fmt.sub_block if fmt.sub_block < fmt.block else 1  # sub-scales of a unit
         floats = local("float32", 3 * lanes)  # d of both halves of the unit, m
         d_at = block + layout.scale_offset
@@ -79,20 +77,20 @@ class _Row:
             d_at = d_at + inside * (subs * lanes * fmt.scale.nbytes)
         for sub in range(subs if fmt.scale.count > 1 else 1):
             at = d_at + sub * lanes * fmt.scale.nbytes
-            floats.store(sub * lanes, load_scale(scales, at, lanes, fmt.scale))
+            floats.store(sub * lanes, load_scale(record, at, lanes, fmt.scale))
         if fmt.minimum:
-            floats.store(2 * lanes, load_scale(scales, block + layout.minimum_offset, lanes, fmt.minimum))
+            floats.store(2 * lanes, load_scale(record, block + layout.minimum_offset, lanes, fmt.minimum))
         for sub in range(subs):
             within = bind(inside * (subs * lanes) + lane * subs + sub)
             d = floats.load((sub * lanes if fmt.scale.count > 1 else 0) + lane)
             if layout.subs:
-                d = d * cast(scales.view("int8").load(block + within), "float32")
+                d = d * cast(record.view("int8").load(block + within), "float32")
             d = bind(d)
             m = None
             if fmt.minimum:
                 m = floats.load(2 * lanes + lane)
                 if layout.sub_mins:
-                    m = m * cast(scales.load(block + layout.subs * lanes + within), "float32")
+                    m = m * cast(record.load(block + layout.subs * lanes + within), "float32")
                 m = bind(m * const(fmt.min_sign, "float32"))
             for s in range(sub * STEPS // subs, (sub + 1) * STEPS // subs):
                 q = cast(codes.load(s * size + lane * 4, 4), "int32") - const(layout.codes.zero, "int32", 4)

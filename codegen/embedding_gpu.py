@@ -89,7 +89,7 @@ class _Row:
     def columns(self, token: Expr, piece: Expr, out_at: Expr) -> None:
         """LANES columns of a plain format."""
         plain, columns = self.layout.format.plain, self.layout.columns
-        size = self.layout.code_bytes // (columns * LANES)
+        size = self.layout.block_bytes // LANES
         first = bind(piece * LANES)
         column = tirx.min(_ramp(first), const(columns - 1, "int32", LANES))
         row = bind(tirx.truncmod(token, LANES))
@@ -119,14 +119,14 @@ class _Row:
         first = bind(piece * LANES)
         unit = bind(tirx.min(_ramp(first), const(units - 1, "int32", LANES)))
         row, record = bind(tirx.truncmod(token, LANES)), self._record(token)
-        codes: Any = _LanesOfRow(record, bind(unit * const(layout.unit_bytes, "int32", LANES)), row)
+        per_block = const(layout.units, "int32", LANES)
+        block = bind(unit // per_block * const(layout.block_bytes, "int32", LANES))
+        inside = bind(unit % per_block)
+        at = block + inside * const(layout.unit_bytes, "int32", LANES)
+        codes: Any = _LanesOfRow(record, bind(at + const(layout.block_scale_bytes, "int32", LANES)), row)
         steps = self.dot.code_steps(layout, codes, 0)
 
-        per_block = const(fmt.block // UNIT, "int32", LANES)
-        block = bind(unit // per_block * const(layout.block_scale_bytes, "int32", LANES))
-        inside = bind(unit % per_block)
         subs = UNIT // fmt.sub_block if fmt.sub_block < fmt.block else 1  # sub-scales of a unit
-        record = record.from_(const(layout.code_bytes, "int64"))
         scales: Any = _LanesOfRow(record, block, row)
 
         def of_unit(size: int) -> Any:

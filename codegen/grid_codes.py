@@ -8,7 +8,7 @@ import numpy as np
 from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
 
-from zllmc.codegen.packing import STEPS, UNIT, PackedLayout
+from zllmc.codegen.packing import STEPS, PackedLayout
 from zllmc.codegen.tir import Expr, Memory, bind, bits, cast, const, lanes_of, local, serial
 from zllmc.zllm_ir.block_format import Float, Grid
 from zllmc.zllm_ir.errors import ZllmcError
@@ -72,7 +72,7 @@ class RowIndices:
 
     def __init__(self, layout: PackedLayout, grid: Grid, codes: Memory) -> None:
         self._layout, self._grid, self._codes = layout, grid, codes
-        self._units = layout.format.block // UNIT
+        self._units = layout.units
         if layout.high_bytes:
             self._indices = local("uint16", self._units * layout.indices * layout.lanes)
 
@@ -82,7 +82,7 @@ class RowIndices:
         if not layout.high_bytes:
             return
         with serial(0, self._units) as u:
-            at = bind((block * self._units + u) * layout.unit_bytes)
+            at = bind(layout.codes_at(block * self._units + u))
             high = _high_bits(layout, self._codes, at, "uint16")
             for i in range(layout.indices):
                 index = _index(layout, self._grid, self._codes, at, high, i)
@@ -91,7 +91,7 @@ class RowIndices:
     def of(self, unit: Expr, i: int) -> list[Expr]:
         """Index i of every row in this unit."""
         layout = self._layout
-        memory, at = self._codes, unit * layout.unit_bytes + i * layout.lanes
+        memory, at = self._codes, layout.codes_at(unit) + i * layout.lanes
         if layout.high_bytes:
             u = T.bitwise_and(unit, self._units - 1)
             memory, at = self._indices, (u * layout.indices + i) * layout.lanes

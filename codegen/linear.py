@@ -7,13 +7,14 @@ a time are unpacked for all of a block's rows, and multiplied in tiles (`linear_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tvm.script.ir_builder import tirx as T
 
 from zllmc.codegen.activations import Activations, IntegerScales, largest_factor
-from zllmc.codegen.block_sums import BlockSums
+from zllmc.codegen.block_sums import BlockSums, add_block
 from zllmc.codegen.dot import Dot
 from zllmc.codegen.grid_codes import load_plain
 from zllmc.codegen.linear_tiles import Tiles
@@ -40,6 +41,7 @@ from zllmc.zllm_ir.kernel_graph import KernelCall, Operand, activation_row_bytes
 from zllmc.zllm_ir.types import R
 
 PREFETCH_BYTES = 6144  # 2 KiB is too late for memory, 16 KiB crowds the L1 cache
+_STREAMS = 4  # that a thread reads: processors' prefetchers look ahead in each, and only so far
 _BLOCK = 512 * 1024  # bytes of x that the weights are unpacked for at once; they may come from the L3 cache
 
 
@@ -80,8 +82,7 @@ def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
             factors = groups.factors(1, offsets=True)
             if factors:
                 factors.prepare(0, 0)
-            with serial(begin, end) as group:
-                groups.decode(group, factors)
+            groups.decode(begin, end, factors)
 
         def many() -> None:
             begin, end = share(kernel, layout.groups // groups.tiles.width)
@@ -128,28 +129,36 @@ class _Groups:
         x = Activations(self.layout, self.dot, self.x)
         return IntegerScales(self.layout, self.dot, x, rows, offsets=offsets)
 
-    def decode(self, group: Expr, factors: IntegerScales | None) -> None:
-        """The only row of x."""
-        record = self._record(group)
+    def decode(self, begin: Expr, end: Expr, factors: IntegerScales | None) -> None:
+        """Groups begin … end − 1 against the only row of x."""
+        each = bind(T.truncdiv(end - begin, _STREAMS))
+        with serial(0, each) as i:
+            self._decode([bind(begin + each * stream + i) for stream in range(_STREAMS)], factors)
+        with serial(begin + each * _STREAMS, end) as group:
+            self._decode([group], factors)
+
+    def _decode(self, groups: Sequence[Expr], factors: IntegerScales | None) -> None:
+        """A few groups side by side, a unit of columns of each at a time."""
+        layout, lanes = self.layout, self.dot.lanes
+        records = [self._record(group) for group in groups]
+        totals = [Register("float32", lanes, const(0, "float32", lanes)) for _ in groups]
         start = const(0, "int32")
-        if self.layout.format.plain is not None:
-            total = self._plain(record)
+        if layout.format.plain is not None:
+            with serial(0, layout.columns) as column:
+                x = broadcast(self.x.load(column), lanes)
+                for record, total in zip(records, totals, strict=True):
+                    w = bind(load_plain(record, column * lanes, lanes, layout.format.plain))
+                    total.set(total.get() + w * x)
         else:
-            sums = BlockSums(self.layout, self.dot, record, self.x)
-
-            def steps(unit: Expr) -> list[Expr]:
-                self._prefetch(record, unit, columns=UNIT)
-                return sums.steps(unit)
-
-            register = Register("float32", self.dot.lanes, const(0, "float32", self.dot.lanes))
-            if self.layout.subs:
-                blocks = self.layout.columns // self.layout.format.block
-                sums.add_blocks([register], [start], 0, blocks, steps)
-            else:
-                units = self.layout.columns // UNIT
-                sums.add_units([register], [start], 0, units, steps, sums.unit_scales, factors)
-            total = register.get()
-        self._finish(group, start, total * factors.scale(0) if factors else total)
+            sums = [BlockSums(layout, self.dot, record, self.x) for record in records]
+            with serial(0, layout.columns // (layout.format.block if layout.subs else UNIT)) as piece:
+                if layout.subs:
+                    add_block(sums, [[total] for total in totals], [start], piece)
+                else:
+                    for group_sums, total in zip(sums, totals, strict=True):
+                        group_sums.add_unit([total], [start], piece, factors)
+        for group, total in zip(groups, totals, strict=True):
+            self._finish(group, start, total.get() * factors.scale(0) if factors else total.get())
 
     def prefill(self, begin: Expr, end: Expr, first: Expr, count: Expr, most: int) -> None:
         """Groups begin … end − 1 against rows first … first + count − 1 of x, which are at most `most`."""
@@ -207,27 +216,8 @@ class _Groups:
             value = value + self.residual.memory.load(row * self.residual.stride + column, lanes)
         self.y.memory.store(row * self.y.stride + column, value)
 
-    def _prefetch(self, record: Memory, piece: Expr, columns: int = 1) -> None:
-        """Ask for what the weights of `columns` columns take, PREFETCH_BYTES ahead. A group is two streams
-        that jump at its end, which the hardware's prefetcher loses; the bytes ahead are one run."""
-        size = self.layout.group_bytes * columns // self.layout.columns
-        ahead = bind(piece * size + PREFETCH_BYTES)
-        for line in range(0, size, 64):
+    def _prefetch(self, record: Memory, column: Expr) -> None:
+        """Ask for a column of plain weights, PREFETCH_BYTES ahead."""
+        ahead = bind(column * self.layout.block_bytes + PREFETCH_BYTES)
+        for line in range(0, self.layout.block_bytes, 64):
             prefetch(record, ahead + line)
-
-    def _plain(self, record: Memory) -> Expr:
-        """Σ w · x of plain float weights, for the only row of x."""
-        lanes, columns = self.dot.lanes, self.layout.columns
-        chains = 4 if columns % 4 == 0 else 1  # one sum would wait for its own FMA
-        zero = const(0, "float32", lanes)
-        sums = [Register("float32", lanes, zero) for _ in range(chains)]
-        with serial(0, columns // chains) as k:
-            self._prefetch(record, k, columns=chains)
-            for j, total in enumerate(sums):
-                column = k * chains + j
-                w = bind(load_plain(record, column * lanes, lanes, self.layout.format.plain))
-                total.set(total.get() + w * broadcast(self.x.load(column), lanes))
-        total = sums[0].get()
-        for more in sums[1:]:
-            total = total + more.get()
-        return total

@@ -17,7 +17,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from zllmc.codegen.block_sums import BlockSums
+from zllmc.codegen.block_sums import BlockSums, add_block
 from zllmc.codegen.dot import Dot
 from zllmc.codegen.grid_codes import load_plain
 from zllmc.codegen.matrix_gpu import MatrixTiles
@@ -170,10 +170,11 @@ class _Groups:
             return [total.get() for total in totals]
         sums = BlockSums(layout, self.dot, record, self.memory["x"])
         if layout.subs:
-            sums.add_blocks(totals, starts, begin, end, sums.steps)
+            with serial(begin, end) as block:
+                add_block([sums], [totals], starts, block)
         else:
-            units = layout.format.block // UNIT
-            sums.add_units(totals, starts, begin * units, end * units, sums.steps, sums.unit_scales)
+            with serial(begin * layout.units, end * layout.units) as unit:
+                sums.add_unit(totals, starts, unit)
         return [total.get() for total in totals]
 
     def finish(self, group: Expr, row: Expr, total: Expr) -> None:

@@ -107,7 +107,7 @@ class Tiles:
         `width` groups of weights; a row's lack `factors.scale`. `starts`: of `prepare`. `prefetch(unit,
         group, ahead)` asks for the weights of a group that will be unpacked that many units after this one,
         maybe those of the next groups."""
-        units = self.layout.format.block // UNIT
+        units = self.layout.units
         blocks = self.layout.columns // self.layout.format.block
         vectors = UnitVectors(self.names, self.width, self.dot.lanes)
         piece = min(blocks, max(1, _UNPACKED // (vectors.stride * units)))
@@ -218,7 +218,7 @@ class _Tile:
             with serial(begin, end) as block:
                 self._add_block(mine, block, block - begin)
             return
-        units = self.of.layout.format.block // UNIT
+        units = self.of.layout.units
         with serial(0, (end - begin) * units) as u:
             self._add_unit(mine.behind(u * self.zero), bind(begin * units + u), bind(u * self.vectors.stride))
 
@@ -241,7 +241,7 @@ class _Tile:
         """`number` counts the blocks that are unpacked."""
         x, fmt = self.of.x, self.of.layout.format
         width, lanes = self.of.width, self.of.dot.lanes
-        units = fmt.block // UNIT
+        units = self.of.layout.units
         first = bind(block * units)
         slots = bind(number * (units * self.vectors.stride))
         zero = const(0, "float32", lanes)

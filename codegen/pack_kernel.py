@@ -14,6 +14,7 @@ says the same in numpy, and is what tests compare with.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from tvm import tirx
@@ -36,14 +37,12 @@ def pack(call: KernelCall, target: CpuTarget, name: str) -> Any:
     """The kernel of a `packing.pack_call`. `target` is the machine that packs, not the one packed for."""
     fmt, lanes = FORMATS[call.attributes["format"]], int(call.attributes["lanes"])
     layout = PackedLayout(fmt, ROW_PAD, fmt.block, lanes)  # of one block
-    code_bytes, scale_bytes = layout.code_bytes, 0 if fmt.plain else layout.block_scale_bytes
     together = min(lanes, _ROWS)
     with Kernel(name, control="int32", raw="uint8", packed="uint8") as kernel:
         control, raw, packed = kernel.arguments
         groups, blocks = bind(control.load(0)), bind(control.load(1))
         row_bytes = bind(cast(blocks * fmt.nbytes, "int64"))
-        scales_at = bind(blocks * code_bytes)
-        end = bind(scales_at + blocks * scale_bytes)
+        end = bind(blocks * layout.block_bytes)
         group_bytes = bind(tirx.truncdiv(end + 63, 64) * 64)
         begin, stop = share(kernel, groups)
         with serial(begin, stop) as group:
@@ -54,9 +53,8 @@ def pack(call: KernelCall, target: CpuTarget, name: str) -> Any:
                 rows = [raw.from_(cast(first + row, "int64") * row_bytes) for row in range(together)]
                 with serial(0, blocks) as block:
                     source = _Block(fmt, rows, bind(block * fmt.nbytes))
-                    _store(out, bind(block * code_bytes), _codes(layout, source), lane, lanes, together)
-                    at = bind(scales_at + block * scale_bytes)
-                    _store(out, at, _scales(layout, source), lane, lanes, together)
+                    parts = chain(_scales(layout, source), _codes(layout, source))
+                    _store(out, bind(block * layout.block_bytes), parts, lane, lanes, together)
             with serial(0, tirx.truncdiv(group_bytes - end, lanes)) as i:
                 out.store(end + i * lanes, const(0, "uint8", lanes))
     return kernel.function
