@@ -30,6 +30,7 @@ class Dot:
         self.kind = "sdot" if target.dot == "dot4" else target.dot
         self._gpu = target.dot == "dot4"  # the same products, as functions of the prelude
         self.lanes, self.registers = target.lanes, target.registers
+        self._signed = exact or self.kind == "sdot"  # `values` are i8
         self._wide = target.lanes == 16  # AVX-512 names its instructions differently
 
     # -- codes ---------------------------------------------------------------------------------------------
@@ -84,18 +85,18 @@ class Dot:
     def values(self, layout: PackedLayout, step: Expr) -> Expr:
         """A step's codes as the dot product wants them; see `offset` for what they exceed the weights by."""
         size = 4 * self.lanes
-        if self.kind == "sdot":
+        if self._signed:
             values = bits(step, f"int8x{size}")
             return values if self.offset(layout) else values - const(layout.codes.zero, "int8", size)
         return step + const(lift, "uint8", size) if (lift := self._lift(layout)) else step
 
     def _lift(self, layout: PackedLayout) -> int:
         """What is added to signed codes where only u8 can be multiplied with the activations."""
-        return layout.codes.largest if self.kind != "sdot" and layout.format.signed else 0
+        return layout.codes.largest if not self._signed and layout.format.signed else 0
 
     def offset(self, layout: PackedLayout) -> int:
         """`values` minus the weight's integer: a constant that the sums of activations take out again."""
-        if self.kind == "sdot":
+        if self._signed:
             # On a GPU, taking bytes apart to subtract costs more than the sums do.
             unsigned = self._gpu and not self._exact and not layout.format.signed
             return layout.codes.zero if unsigned else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 from tvm.script.ir_builder import tirx as T
@@ -17,6 +18,7 @@ from zllmc.codegen.activations import Activations, IntegerScales, largest_factor
 from zllmc.codegen.block_sums import BlockSums, add_block
 from zllmc.codegen.dot import Dot
 from zllmc.codegen.grid_codes import load_plain
+from zllmc.codegen.linear_amx import MatrixTiles
 from zllmc.codegen.linear_tiles import Tiles
 from zllmc.codegen.packing import UNIT, PackedLayout, layout_of
 from zllmc.codegen.plain_tiles import PlainTiles
@@ -42,6 +44,7 @@ from zllmc.zllm_ir.types import R
 
 PREFETCH_BYTES = 6144  # 2 KiB is too late for memory, 16 KiB crowds the L1 cache
 _STREAMS = 4  # that a thread reads: processors' prefetchers look ahead in each, and only so far
+_ROWS_AHEAD = 8  # of the one whose results are stored
 _BLOCK = 512 * 1024  # bytes of x that the weights are unpacked for at once; they may come from the L3 cache
 
 
@@ -67,7 +70,7 @@ def linear(call: KernelCall, target: CpuTarget, name: str) -> Any:
         given = dict(zip((*arguments, "y"), kernel.arguments, strict=True))
         groups = _Groups(
             layout,
-            Dot(target),
+            target,
             given["weight"],
             given["x"],
             activation_row_bytes(columns) // 4 if quantized else x.stride,
@@ -114,7 +117,7 @@ class _Groups:
     """Groups of `lanes` weight rows against rows of x."""
 
     layout: PackedLayout
-    dot: Dot
+    target: CpuTarget
     weight: Memory
     x: Memory
     x_stride: int  # 4-byte words
@@ -122,6 +125,10 @@ class _Groups:
     y: _Rows
     bias: Memory | None
     residual: _Rows | None
+
+    @cached_property
+    def dot(self) -> Dot:
+        return Dot(self.target)
 
     def factors(self, rows: int, *, offsets: bool) -> IntegerScales | None:
         if self.layout.format.plain is not None or not largest_factor(self.layout, self.dot):
@@ -162,44 +169,82 @@ class _Groups:
 
     def prefill(self, begin: Expr, end: Expr, first: Expr, count: Expr, most: int) -> None:
         """Groups begin … end − 1 against rows first … first + count − 1 of x, which are at most `most`."""
-        lanes = self.dot.lanes
         tiles = self.tiles
-        width = tiles.width
-        totals = local("float32", most * width * lanes)
+        if isinstance(tiles, MatrixTiles):
+            with tiles.configured(count), serial(begin, end) as some:
+                self._add_by_matrix(tiles, some, first, count, most)
+            return
+        totals = local("float32", most * tiles.width * self.dot.lanes)
         starts = tiles.prepare(most, first, count, self.x_stride) if isinstance(tiles, Tiles) else None
         factors = self.factors(most, offsets=False)
         if factors:
             with serial(0, count) as row:
                 factors.prepare(row, (first + row) * self.x_stride)
         with serial(begin, end) as some:
-            numbers = [bind(some * width + g) for g in range(width)]
-            records = [self._record(group) for group in numbers]
-            with serial(0, count * width) as i:
-                totals.store(i * lanes, const(0, "float32", lanes))
+            self._add(tiles, totals, starts, factors, some, first, count)
 
-            def ask(unit: Expr, group: int, ahead: int) -> None:
-                """Of this group, or of the one that comes after all of these."""
-                size, units = self.layout.group_bytes, self.layout.columns // UNIT
-                later = bind(unit + ahead)
-                inside = bind(T.truncmod(later, units) * (size // units))
-                at = bind(inside + T.if_then_else(later < units, 0, width * size))
-                for line in range(0, size // units, 64):
-                    prefetch(records[group], at + line)
+    def _add_by_matrix(self, tiles: MatrixTiles, some: Expr, first: Expr, count: Expr, most: int) -> None:
+        numbers, records = self._some(some, tiles.width)
+        weights = [BlockSums(self.layout, tiles.dot, record, self.x) for record in records]
 
-            if isinstance(tiles, PlainTiles):
-                tiles.add(totals, records, first, count, self.x_stride, self._prefetch)
-            else:
-                weights = [BlockSums(self.layout, self.dot, record, self.x) for record in records]
-                tiles.add(totals, weights, starts, factors, first, count, self.x_stride, ask)
-            with serial(0, count) as r:
-                for g, group in enumerate(numbers):
-                    total = totals.load((r * width + g) * lanes, lanes)
-                    self._finish(group, first + r, total * factors.scale(r) if factors else total)
+        def finish(g: int, row: Expr, total: Expr) -> None:
+            self._finish(numbers[g], first + row, total)
+
+        def soon(g: int, row: Expr) -> None:
+            self._ask_for_result(numbers[g], first + row)
+
+        tiles.add(weights, first, count, most, self.x_stride, partial(self._ask, records), soon, finish)
+
+    def _add(
+        self,
+        tiles: Tiles | PlainTiles,
+        totals: Memory,
+        starts: Memory | None,
+        factors: IntegerScales | None,
+        some: Expr,
+        first: Expr,
+        count: Expr,
+    ) -> None:
+        lanes, width = self.dot.lanes, tiles.width
+        numbers, records = self._some(some, width)
+        with serial(0, count * width) as i:
+            totals.store(i * lanes, const(0, "float32", lanes))
+        if isinstance(tiles, PlainTiles):
+            tiles.add(totals, records, first, count, self.x_stride, self._prefetch)
+        else:
+            weights = [BlockSums(self.layout, tiles.dot, record, self.x) for record in records]
+            ask = partial(self._ask, records)
+            tiles.add(totals, weights, starts, factors, first, count, self.x_stride, ask)
+        with serial(0, count) as r:
+            self._ask_for_result(numbers[0], first + r + _ROWS_AHEAD)
+            for g, group in enumerate(numbers):
+                total = totals.load((r * width + g) * lanes, lanes)
+                self._finish(group, first + r, total * factors.scale(r) if factors else total)
+
+    def _some(self, number: Expr, width: int) -> tuple[list[Expr], list[Memory]]:
+        """The groups of a tile, and their packed bytes."""
+        numbers = [bind(number * width + g) for g in range(width)]
+        return numbers, [self._record(group) for group in numbers]
+
+    def _ask(self, records: Sequence[Memory], unit: Expr, g: int, ahead: int) -> None:
+        """For the unit that is so far ahead, of this group or of the one that comes after all of these."""
+        size, units = self.layout.group_bytes, self.layout.columns // UNIT
+        later = bind(unit + ahead)
+        inside = bind(T.truncmod(later, units) * (size // units))
+        at = bind(inside + T.if_then_else(later < units, 0, len(records) * size))
+        for line in range(0, size // units, 64):
+            prefetch(records[g], at + line)
+
+    def _ask_for_result(self, group: Expr, row: Expr) -> None:
+        """For the line that will be written."""
+        prefetch(self.y.memory, row * self.y.stride + group * self.dot.lanes, write=True)
 
     @property
-    def tiles(self) -> Tiles | PlainTiles:
+    def tiles(self) -> Tiles | MatrixTiles | PlainTiles:
         if self.layout.format.plain is not None:
             return PlainTiles(self.layout, self.dot.registers, self.x)
+        if self.target.matrix:
+            return MatrixTiles(self.layout, Dot(self.target, exact=True), self.x)
         return Tiles(self.layout, self.dot, Activations(self.layout, self.dot, self.x))
 
     def _record(self, group: Expr) -> Memory:

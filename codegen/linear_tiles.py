@@ -22,7 +22,7 @@ from zllmc.codegen.block_sums import BlockSums
 from zllmc.codegen.dot import LARGEST_PAIR, Dot
 from zllmc.codegen.packing import STEPS, UNIT, PackedLayout
 from zllmc.codegen.plain_tiles import tile_groups
-from zllmc.codegen.tile_vectors import TotalVectors, UnitVectors
+from zllmc.codegen.tile_vectors import TotalVectors, UnitVectors, unit_names, unit_vectors
 from zllmc.codegen.tir import (
     Expr,
     Memory,
@@ -78,11 +78,6 @@ class Tiles:
         return STEPS // self.chunk
 
     @property
-    def subs(self) -> int:
-        """Of a unit, those with sub-scales of their own."""
-        return UNIT // min(self.layout.format.sub_block, UNIT)
-
-    @property
     def width(self) -> int:
         """Groups of weight rows in a tile."""
         return tile_groups(self.layout)
@@ -109,16 +104,14 @@ class Tiles:
         maybe those of the next groups."""
         units = self.layout.units
         blocks = self.layout.columns // self.layout.format.block
-        vectors = UnitVectors(self.names, self.width, self.dot.lanes)
+        vectors = UnitVectors(unit_names(self.layout), self.width, self.dot.lanes)
         piece = min(blocks, max(1, _UNPACKED // (vectors.stride * units)))
         vectors.allocate(piece * units)
         zero = bind(T.max(0 - count, 0))  # which LLVM doesn't know, see `_Tile`
 
         def tile(row: Expr, rows: int, begin: Expr, end: Expr) -> None:
             words = [bind((first + row + r) * stride) for r in range(rows)]
-            # The first two tiles share in this: one may come to its end before memory has taken all requests.
-            asks = [row < 1, tirx.EQ(row, tirx.Select(count > self.height, self.height, 0))]
-            asks = [hold(it) for it in asks]
+            asks = asking_tiles(row, count, self.height)
 
             def ask(unit: Expr) -> None:
                 for g in range(self.width):
@@ -139,35 +132,13 @@ class Tiles:
                     unit = bind(block * units + u)
                     slot = bind((unit - begin * units) * vectors.stride)
                     for g, group in enumerate(weights):
-                        vectors.store(slot, g, self._unpacked(group, unit))
+                        vectors.store(slot, g, unit_vectors(group, unit))
             with serial(0, T.truncdiv(count, self.height)) as t:
                 tile(bind(t * self.height), self.height, begin, end)
             rows = self.height
             while rows := rows // 2:
                 with when(T.bitwise_and(count, rows) != 0):
                     tile(bind(T.bitwise_and(count, -2 * rows)), rows, begin, end)
-
-    @property
-    def names(self) -> list[str]:
-        """Of the vectors that a unit is unpacked into."""
-        fmt = self.layout.format
-        names = [f"code{s}" for s in range(STEPS)]
-        if self.layout.subs:
-            names += [f"scale{sub}" for sub in range(self.subs)]
-        else:
-            names += [f"d{part}" for part in range(self.layout.parts)]
-        return [*names, "minimum"] if fmt.minimum else names
-
-    def _unpacked(self, group: BlockSums, unit: Expr) -> dict[str, Expr]:
-        vectors = {f"code{s}": step for s, step in enumerate(group.steps(unit))}
-        if self.layout.subs:
-            vectors |= {f"scale{sub}": scale for sub, scale in enumerate(group.sub_scales(unit))}
-            minimum = group.sub_minimum(unit) if self.layout.sub_mins else None
-        else:
-            scales = group.unit_scales(unit)
-            minimum = scales.pop() if self.layout.format.minimum else None
-            vectors |= {f"d{part}": d for part, d in enumerate(scales)}
-        return vectors if minimum is None else vectors | {"minimum": minimum}
 
     def prepare(self, most: int, first: Expr, count: Expr, stride: int) -> Memory | None:
         """What the i16 sums of each row and chunk start with: [row][unit][chunk], both sums in 4 bytes."""
@@ -304,7 +275,9 @@ class _Tile:
 
     def _scale(self, unit: Expr, slot: Expr, chunk: int, r: int, g: int) -> Expr | None:
         if self.of.layout.subs:
-            return bind(self.vectors.load(slot, g, f"scale{chunk * self.of.subs // self.of.chunks}"))
+            return bind(
+                self.vectors.load(slot, g, f"scale{chunk * self.of.layout.unit_subs // self.of.chunks}")
+            )
         return None if self.factors is None else bind(self.factors.factor(self.row + r, unit))
 
     def _start(self, unit: Expr, chunk: int, r: int) -> Expr | None:
@@ -319,6 +292,12 @@ class _Tile:
         units = self.of.layout.columns // UNIT
         pair = self.starts.load(((self.row + r) * units + unit) * chunks + chunk)
         return bind(bits(broadcast(pair, dot.lanes), f"int16x{2 * dot.lanes}"))
+
+
+def asking_tiles(row: Expr, count: Expr, height: int) -> list[Expr]:
+    """Whether the tile at `row` asks for what will be read of even groups, and of odd ones. The first two
+    share in this: one may come to its end before memory has taken all requests."""
+    return [hold(row < 1), hold(tirx.EQ(row, tirx.Select(count > height, height, 0)))]
 
 
 # Of two vectors of eight i32, which go into either term of a sum; but for the last time, in halves of each.

@@ -139,6 +139,11 @@ class PackedLayout:
         return 0 if self.format.sub_mins is None else self.format.sub_mins.count
 
     @property
+    def unit_subs(self) -> int:
+        """Of a unit, those with sub-scales of their own."""
+        return UNIT // min(self.format.sub_block, UNIT)
+
+    @property
     def parts(self) -> int:
         """Of a unit, those whose scales are floats of the block: its halves, or all of it."""
         return 2 if self.format.scale is not None and self.format.scale.count > 1 else 1

@@ -5,7 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zllmc.codegen.block_sums import BlockSums
+from zllmc.codegen.packing import STEPS, PackedLayout
 from zllmc.codegen.tir import Expr, Memory, bind, bits, local
+
+
+def unit_names(layout: PackedLayout) -> list[str]:
+    """Of the vectors that a unit is unpacked into."""
+    names = [f"code{s}" for s in range(STEPS)]
+    if layout.subs:
+        names += [f"scale{sub}" for sub in range(layout.unit_subs)]
+    else:
+        names += [f"d{part}" for part in range(layout.parts)]
+    return [*names, "minimum"] if layout.format.minimum else names
+
+
+def unit_vectors(group: BlockSums, unit: Expr) -> dict[str, Expr]:
+    """These vectors, by name."""
+    layout = group.layout
+    vectors = {f"code{s}": step for s, step in enumerate(group.steps(unit))}
+    if layout.subs:
+        vectors |= {f"scale{sub}": scale for sub, scale in enumerate(group.sub_scales(unit))}
+        minimum = group.sub_minimum(unit) if layout.sub_mins else None
+    else:
+        scales = group.unit_scales(unit)
+        minimum = scales.pop() if layout.format.minimum else None
+        vectors |= {f"d{part}": d for part, d in enumerate(scales)}
+    return vectors if minimum is None else vectors | {"minimum": minimum}
 
 
 class UnitVectors:
@@ -13,10 +39,10 @@ class UnitVectors:
 
     def __init__(self, names: Sequence[str], groups: int, lanes: int) -> None:
         self._size = 4 * lanes
-        step = groups * self._size
-        self._at = {name: i * step for i, name in enumerate(names)}
+        self.step = groups * self._size
+        self._at = {name: i * self.step for i, name in enumerate(names)}
         self._dtype: dict[str, str] = {}
-        self.stride = len(names) * step
+        self.stride = len(names) * self.step
 
     def allocate(self, units: int) -> None:
         self._memory = local("uint8", units * self.stride)
@@ -27,6 +53,10 @@ class UnitVectors:
             self._dtype[name] = str(value.ty.dtype)
             at = slot + self._at[name] + group * self._size
             self._memory.store(at, bits(value, f"uint8x{self._size}"))
+
+    def address(self, slot: Expr, group: int, name: str) -> Expr:
+        """Those named after it come in steps of `step` bytes."""
+        return self._memory.address(slot + self._at[name] + group * self._size)
 
     def load(self, slot: Expr, group: int, name: str) -> Expr:
         at = slot + self._at[name] + group * self._size

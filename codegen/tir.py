@@ -91,11 +91,11 @@ class Memory:
         return Memory.at(T.bind(self.address(index)), self.dtype)
 
 
-def prefetch(memory: Memory, index: Expr) -> None:
-    """Ask for the cache line of element `index`; it may lie outside the memory."""
+def prefetch(memory: Memory, index: Expr, *, write: bool = False) -> None:
+    """Ask for the cache line of element `index`, maybe to write it; it may lie outside the memory."""
     address = memory.address(index)
-    read, keep, data = (const(v, "int32") for v in (0, 3, 1))
-    T.evaluate(T.call_llvm_intrin("llvm.prefetch", address, read, keep, data, dtype="void"))
+    access, keep, data = (const(v, "int32") for v in (int(write), 3, 1))
+    T.evaluate(T.call_llvm_intrin("llvm.prefetch", address, access, keep, data, dtype="void"))
 
 
 class Register:

@@ -15,7 +15,7 @@ class CpuTarget:
 
     `lanes`: f32 lanes of a vector register. `dot`: how int8 products are summed: `maddubs` (AVX2: u8·i8
     pairs, saturating in i16), `vnni` (AVX-VNNI and AVX-512 VNNI: u8·i8 quads into i32), `sdot` (Arm dotprod:
-    i8·i8 quads into i32).
+    i8·i8 quads into i32). `matrix`: whether it has AMX-INT8, which multiplies tiles of i8.
     """
 
     name: str
@@ -27,6 +27,7 @@ class CpuTarget:
     dot: str
     requires: frozenset[str]  # /proc/cpuinfo flags that the machine must have
     float64: bool = True
+    matrix: bool = False
 
     def __str__(self) -> str:
         return f"cpu:{self.name}"
@@ -58,21 +59,25 @@ class CpuTarget:
 
 _X86 = "x86_64-unknown-linux-gnu"
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_vnni"}
 
 TARGETS = {
     t.name: t
     for t in (
         # Best first: detection takes the first whose flags the machine has.
+        # Intel's server processors since Sapphire Rapids.
         CpuTarget(
-            "avx512vnni",
+            "amx",
             _X86,
             "x86-64-v4",
-            ("avx512vnni",),
+            ("avx512vnni", "amx-tile", "amx-int8"),
             16,
             32,
             "vnni",
-            _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_vnni"},
+            _AVX512 | {"amx_tile", "amx_int8"},
+            matrix=True,
         ),
+        CpuTarget("avx512vnni", _X86, "x86-64-v4", ("avx512vnni",), 16, 32, "vnni", _AVX512),
         # Intel's desktop and mobile processors since Alder Lake, which have no AVX-512.
         CpuTarget("avxvnni", _X86, "x86-64-v3", ("avxvnni",), 8, 16, "vnni", _AVX2 | {"avx_vnni"}),
         CpuTarget("avx2", _X86, "x86-64-v3", (), 8, 16, "maddubs", _AVX2),

@@ -114,8 +114,8 @@ QUANTIZED = [(format, target) for format, target in TILED if FORMATS[format].pla
 
 @pytest.mark.parametrize(("format", "target"), TILED, ids=str)
 def test_prefill_rows_with_short_last_tiles(format, target):
-    """15 rows are one tile of every height."""
-    check(format, 32, 512, 15, threads=3, target=target, rng=np.random.default_rng(2))
+    """31 rows are one tile of every height, and of a matrix unit a full one and a last one."""
+    check(format, 32, 512, 31, threads=3, target=target, rng=np.random.default_rng(2))
 
 
 @pytest.mark.parametrize("target", [t for t in RUNNABLE if t.lanes == 16], ids=str)
@@ -130,8 +130,8 @@ def test_a_row_gives_the_same_bits_alone_and_among_others(format, target):
     x = np.random.default_rng(4).standard_normal((1, 512), dtype=np.float32)
     rng = np.random.default_rng
     alone = check(format, 32, 512, 1, target=target, decode_entry=True, x=x, rng=rng(5))
-    among = check(format, 32, 512, 15, target=target, x=np.repeat(x, 15, axis=0), rng=rng(5))
-    np.testing.assert_array_equal(among, np.repeat(alone, 15, axis=0))
+    among = check(format, 32, 512, 31, target=target, x=np.repeat(x, 31, axis=0), rng=rng(5))
+    np.testing.assert_array_equal(among, np.repeat(alone, 31, axis=0))
 
 
 @pytest.mark.parametrize("target", RUNNABLE, ids=str)
@@ -214,3 +214,28 @@ def test_every_target_compiles(format, target):
     assert {"maddubs": "vpmaddubsw", "vnni": "vpdpbusd", "sdot": "sdot"}[target.dot] in text or FORMATS[
         format
     ].plain
+    if target.matrix:
+        text = assembly(linear, call_of(format, 32, 512), target)
+        assert "tdpbssd" in text or FORMATS[format].plain
+
+
+@pytest.mark.parametrize("target", [t for t in RUNNABLE if t.matrix], ids=str)
+def test_rows_and_columns_in_many_pieces_on_a_matrix_unit(target):
+    """Full tiles of rows, and last ones of 1, 8 and 15; units in several pieces, the last one shorter."""
+    for format, columns in (("Q4_0", 1888), ("Q4_K", 1792), ("Q6_K", 1792), ("Q2_K", 1792)):
+        for tokens in (2, 16, 17, 40, 63):
+            check(format, 48, columns, tokens, threads=2, target=target, rng=np.random.default_rng(tokens))
+
+
+@pytest.mark.parametrize("target", [t for t in RUNNABLE if t.matrix], ids=str)
+@pytest.mark.parametrize("format", [name for name, fmt in FORMATS.items() if fmt.sub_scales])
+def test_the_largest_sums_times_sub_scales_are_exact_in_floats(format, target):
+    """A matrix unit's sums are multiplied as floats, those of one row as integers."""
+    x = np.where(np.arange(512) % 3, 127, -127).astype(np.float32).reshape(1, 512)
+    x = np.concatenate([x, np.ones_like(x), -np.ones_like(x)])
+    rng = np.random.default_rng
+    among = check(format, 32, 512, 3, target=target, x=x, extreme=True, rng=rng(5))
+    for row in range(3):
+        one = x[row : row + 1]
+        alone = check(format, 32, 512, 1, target=target, decode_entry=True, x=one, extreme=True, rng=rng(5))
+        np.testing.assert_array_equal(among[row : row + 1], alone)

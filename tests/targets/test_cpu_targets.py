@@ -9,6 +9,7 @@ import pytest
 from zllmc.compiler import compile_model
 from zllmc.runtime.artifact import ArtifactError, open_artifact
 from zllmc.targets.cpu import TARGETS, detect, parse
+from zllmc.zllm_ir import host
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.host import host_architecture, host_flags
 
@@ -68,3 +69,11 @@ def test_the_host_is_detected_and_names_are_checked() -> None:
         parse("cpu:mmx")
     with pytest.raises(ZllmcError, match="cpu"):
         parse("abacus")
+
+
+def test_a_process_that_is_refused_tile_registers_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    amx = TARGETS["amx"]
+    monkeypatch.setattr(host.Path, "read_text", lambda path: "flags : " + " ".join(amx.requires))
+    for granted in (True, False):
+        monkeypatch.setattr(host, "_has_tiles", lambda granted=granted: granted)
+        assert (amx.requires <= host.host_flags.__wrapped__()) == granted
