@@ -40,11 +40,11 @@ class MatrixUnit:
             row_bytes = 4 * (self.steps if register in (_X, _LAST_X) else LANES)
             configuration.store(16 + 2 * register, const(row_bytes, "uint8"))
             configuration.store(48 + register, count)
-        _do("ldtilecfg", configuration.address(0))
+        instruction("ldtilecfg", configuration.address(0))
 
     def release(self) -> None:
         """Leave the unit as it was found: what its registers hold need not be kept any longer."""
-        _do("tilerelease")
+        instruction("tilerelease")
 
     def product(
         self, x: Expr, stride: int, w: Expr, w_stride: int, sums: Memory, at: Expr, which: int, last: bool
@@ -52,16 +52,13 @@ class MatrixUnit:
         """sums[at + 16 · row + lane] = x · w, i32. `x` and `w` are addresses of rows so many bytes apart;
         products with the other `which` (0 or 1) may be under way."""
         total, a, b = (_LAST_SUMS if last else _SUMS)[which], _LAST_X if last else _X, _W[which]
-        _do("tileloadd64", _register(a), x, const(stride, "int64"))
-        _do("tileloadd64", _register(b), w, const(w_stride, "int64"))
-        _do("tilezero", _register(total))
-        _do("tdpbssd", _register(total), _register(a), _register(b))
-        _do("tilestored64", _register(total), sums.address(at), const(4 * LANES, "int64"))
+        instruction("tileloadd64", const(a, "int8"), x, const(stride, "int64"))
+        instruction("tileloadd64", const(b, "int8"), w, const(w_stride, "int64"))
+        instruction("tilezero", const(total, "int8"))
+        instruction("tdpbssd", const(total, "int8"), const(a, "int8"), const(b, "int8"))
+        instruction("tilestored64", const(total, "int8"), sums.address(at), const(4 * LANES, "int64"))
 
 
-def _register(number: int) -> Expr:
-    return const(number, "int8")
-
-
-def _do(name: str, *operands: Expr) -> None:
+def instruction(name: str, *operands: Expr) -> None:
+    """Of the unit; tile registers are their numbers, as i8."""
     T.evaluate(T.call_llvm_intrin(f"llvm.x86.{name}", *operands, dtype="void"))

@@ -16,7 +16,7 @@ from zllmc.codegen.attention_shape import (
     tree,
     zeros,
 )
-from zllmc.codegen.tir import Expr, Memory, Register, bind, broadcast, const, hold, local, serial
+from zllmc.codegen.tir import Expr, Memory, Register, bind, broadcast, const, hold, local, serial, when
 from zllmc.codegen.vector_math import fma
 from zllmc.zllm_ir.kernel_graph import KEY_BLOCK
 
@@ -114,8 +114,11 @@ class FloatProducts:
                     head.expect_value(key + BLOCK, ahead + element)
                 for i in range(together):
                     add(step * together + i, sums[i % sets])
-            with serial(0, tirx.truncmod(tile.count, together)) as i:
-                add(tile.count - 1 - i, sums[0])
+            # Each key goes where it goes among more, so that a row is the same whatever others the tile has.
+            rest = hold(tirx.truncmod(tile.count, together))
+            for i in range(together - 1):
+                with when(rest > i):
+                    add(tile.count - rest + i, sums[i % sets])
             output = self._scratch.output
             for m in range(tile.rows):
                 factors = (self._scratch.rescale, self._scratch.gain)

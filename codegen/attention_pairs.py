@@ -221,8 +221,7 @@ class PairProducts:
         """sums += a row's two pairs (as an i32 each) · those of each of `quads`."""
         low, high = (bind(bits(f, f"int16x{2 * self._lanes}")) for f in factors)
         for total, (first, second) in zip(sums, quads, strict=True):
-            products = self._dot.pair_sum(first, low) + self._dot.pair_sum(second, high)
-            total.set(total.get() + products)
+            total.set(self._dot.plus_pair_sum(self._dot.plus_pair_sum(total.get(), first, low), second, high))
 
 
 def _pairs(word: Expr) -> tuple[Expr, Expr]:

@@ -196,6 +196,13 @@ class Dot:
         name = "llvm.x86.avx512.pmaddw.d.512" if self._wide else "llvm.x86.avx2.pmadd.wd"
         return llvm(name, dtype, a, b)
 
+    def plus_pair_sum(self, total: Expr, a: Expr, b: Expr) -> Expr:
+        """total + `pair_sum`, i32 lanes."""
+        if self.kind != "vnni":
+            return total + self.pair_sum(a, b)
+        dtype = f"int32x{self.lanes}"
+        return llvm(f"llvm.x86.avx512.vpdpwssd.{32 * self.lanes}", dtype, total, a, b)
+
     # -- scales --------------------------------------------------------------------------------------------
 
     def twice(self, value: Expr, part: int | None = None) -> Expr:

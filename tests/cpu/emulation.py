@@ -31,7 +31,7 @@ def emulated(target: CpuTarget, host: CpuTarget) -> CpuTarget:
 def emulation(target: CpuTarget) -> Iterator[None]:
     """Within it, kernels for an emulated target are built without that target's instructions."""
     if target.name.endswith(SUFFIX):
-        with mock.patch.object(dot, "llvm", _plain), mock.patch.object(amx, "_do", _MatrixUnit().do):
+        with mock.patch.object(dot, "llvm", _plain), mock.patch.object(amx, "instruction", _MatrixUnit().do):
             yield
     else:
         yield
@@ -47,6 +47,9 @@ def _plain(name: str, dtype: str, *operands: Expr) -> Expr:
             return _quads(*operands, signed=True)
         case "x86.avx512.pmaddw.d.512":
             return _pairs(*operands)
+        case "x86.avx512.vpdpwssd.512" | "x86.avx512.vpdpwssd.256":
+            total, *pairs = operands
+            return total + _pairs(*pairs)
         case "x86.avx512.pshuf.b.512":
             halves = [
                 llvm(

@@ -154,6 +154,22 @@ def test_rows_with_many_threads_and_a_static_single_token(target):
 
 
 @on_targets
+@pytest.mark.parametrize("shape", [(4, 2, 16), (8, 2, 64)])
+def test_a_row_gives_the_same_bits_whatever_others_follow_it(target, shape):
+    """Tokens that follow have keys of their own, of which the row sees none."""
+    case = Case(shape, "f16", 24, 5)
+    case.check_rows(target)
+    together = case.result.copy()
+    keys, values = case.state.keys, case.state.values
+    for tokens in (1, 2, 3, 7, 10, 11, 15, 23):
+        case.tokens, case.control = tokens, control(tokens, 5)
+        case.result[:] = UNTOUCHED
+        case.state = State(keys[: 5 + tokens], values[: 5 + tokens])
+        case.check_rows(target)
+        np.testing.assert_array_equal(case.result[:tokens], together[:tokens])
+
+
+@on_targets
 @on_windows
 def test_rows_within_a_window(target, window, storage):
     for total in {window - 1, window, window + 1, 3 * window} - {0}:

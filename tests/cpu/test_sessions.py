@@ -79,7 +79,7 @@ def test_a_new_session_knows_nothing_of_those_before(engine: Engine) -> None:
 # --- truncate --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [0, 1, 15, 16, 17, 40])
+@pytest.mark.parametrize("keep", [0, 1, 2, 3, 7, 11, 15, 16, 17, 40])
 def test_truncated_and_appended_equals_fresh(engine: Engine, keep: int) -> None:
     old, new = ids(40, seed=6), ids(8, seed=7)
     session = engine.session()
