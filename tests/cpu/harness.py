@@ -26,12 +26,16 @@ Family = Callable[[KernelCall, CpuTarget, str], Any]
 GUARD = 0xA5
 MARGIN = 256  # guard bytes before and after an array
 
-NATIVE = [
-    t for t in TARGETS.values() if t.triple.startswith(host_architecture()) and t.requires <= host_flags()
-]
-# The other targets' kernels, with their vector widths and layouts, where only the instructions are replaced.
-RUNNABLE = [emulated(t, NATIVE[-1]) for t in TARGETS.values() if t not in NATIVE] + NATIVE
 
+def runs_here(target: CpuTarget) -> bool:
+    return target.triple.startswith(host_architecture()) and target.requires <= host_flags()
+
+
+# Those with a matrix unit differ from others in products of weights only.
+NATIVE = [t for t in TARGETS.values() if runs_here(t) and not t.matrix]
+# The other targets' kernels, with their vector widths and layouts, where only the instructions are replaced.
+RUNNABLE = [emulated(t, NATIVE[-1]) for t in TARGETS.values() if not t.matrix and t not in NATIVE] + NATIVE
+MATRIX = [t if runs_here(t) else emulated(t, NATIVE[-1]) for t in TARGETS.values() if t.matrix]
 
 UNTOUCHED = 7777.0
 WORK = [

@@ -7,17 +7,19 @@ import pytest
 
 from activations import a8_rows
 from blocks import covering_formats, random_rows
-from harness import NATIVE, RUNNABLE, assembly, control, run
+from harness import MATRIX, RUNNABLE, assembly, control, run
 from zllmc.codegen.activations import largest_factor
 from zllmc.codegen.dot import Dot
 from zllmc.codegen.linear import linear
 from zllmc.codegen.packing import layout_of, pack_rows
-from zllmc.targets.cpu import TARGETS, CpuTarget
+from zllmc.targets.cpu import TARGETS, CpuTarget, detect
 from zllmc.zllm_ir.errors import ZllmcError
 from zllmc.zllm_ir.formats import FORMATS, decode
 from zllmc.zllm_ir.fused_ops import _quantize, a8_type
 from zllmc.zllm_ir.kernel_graph import KernelCall, Operand
 from zllmc.zllm_ir.types import R, T, TensorType
+
+ALL = [*MATRIX, *RUNNABLE]
 
 
 def is_limited(format: str, target: CpuTarget) -> bool:
@@ -99,16 +101,17 @@ def scale_rounding(x: np.ndarray, seen: np.ndarray, weights: np.ndarray, most: i
     return scales.max(axis=1, keepdims=True) / most / 2 * sums.sum(axis=1)
 
 
-@pytest.mark.parametrize("target", RUNNABLE, ids=str)
+@pytest.mark.parametrize("target", ALL, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 def test_decode_row(format, target):
     check(format, 32, 512, 1, decode_entry=True, threads=2, target=target, rng=np.random.default_rng(1))
 
 
 # Tiles take the longest to compile. What is proven of all formats on this machine's target, and of the decode
-# entry on all targets, is how codes are unpacked; the tiles of emulated targets need a format of each kind.
-TILED = [(format, target) for target in NATIVE for format in FORMATS]
-TILED += [(format, target) for target in RUNNABLE if target not in NATIVE for format in covering_formats()]
+# entry on all targets, is how codes are unpacked; the tiles of other targets need a format of each kind.
+TILED = [
+    (format, target) for target in ALL for format in (FORMATS if target == detect() else covering_formats())
+]
 QUANTIZED = [(format, target) for format, target in TILED if FORMATS[format].plain is None]
 
 
@@ -118,7 +121,7 @@ def test_prefill_rows_with_short_last_tiles(format, target):
     check(format, 32, 512, 31, threads=3, target=target, rng=np.random.default_rng(2))
 
 
-@pytest.mark.parametrize("target", [t for t in RUNNABLE if t.lanes == 16], ids=str)
+@pytest.mark.parametrize("target", [t for t in ALL if t.lanes == 16], ids=str)
 @pytest.mark.parametrize("format", ["F16", "Q6_K"])
 def test_an_odd_number_of_groups_is_taken_one_by_one(format, target):
     check(format, 48, 256, 15, threads=2, target=target, rng=np.random.default_rng(9))
@@ -134,7 +137,7 @@ def test_a_row_gives_the_same_bits_alone_and_among_others(format, target):
     np.testing.assert_array_equal(among, np.repeat(alone, 31, axis=0))
 
 
-@pytest.mark.parametrize("target", RUNNABLE, ids=str)
+@pytest.mark.parametrize("target", ALL, ids=str)
 @pytest.mark.parametrize("format", [name for name, fmt in FORMATS.items() if fmt.plain is not None])
 def test_plain_floats_are_summed_alike_in_every_place_of_a_tile(format, target):
     """13 rows: tiles of 8 or 6 rows, and what is left; 300 columns: a piece of weights, and what is left."""
@@ -219,7 +222,7 @@ def test_every_target_compiles(format, target):
         assert "tdpbssd" in text or FORMATS[format].plain
 
 
-@pytest.mark.parametrize("target", [t for t in RUNNABLE if t.matrix], ids=str)
+@pytest.mark.parametrize("target", MATRIX, ids=str)
 def test_rows_and_columns_in_many_pieces_on_a_matrix_unit(target):
     """Full tiles of rows, and last ones of 1, 8 and 15; units in several pieces, the last one shorter."""
     for format, columns in (("Q4_0", 1888), ("Q4_K", 1792), ("Q6_K", 1792), ("Q2_K", 1792)):
@@ -227,7 +230,7 @@ def test_rows_and_columns_in_many_pieces_on_a_matrix_unit(target):
             check(format, 48, columns, tokens, threads=2, target=target, rng=np.random.default_rng(tokens))
 
 
-@pytest.mark.parametrize("target", [t for t in RUNNABLE if t.matrix], ids=str)
+@pytest.mark.parametrize("target", MATRIX, ids=str)
 @pytest.mark.parametrize("format", [name for name, fmt in FORMATS.items() if fmt.sub_scales])
 def test_the_largest_sums_times_sub_scales_are_exact_in_floats(format, target):
     """A matrix unit's sums are multiplied as floats, those of one row as integers."""
