@@ -2,7 +2,8 @@
 
 One generator serves every block format: what differs is data in its description (`block_sums`). Decode has
 one row of x and reads every packed byte once. More rows are taken in large blocks; a few groups of weights at
-a time are unpacked for all of a block's rows, and multiplied in tiles (`linear_tiles`, `plain_tiles`).
+a time are unpacked for all of a block's rows, and multiplied in tiles (`linear_tiles`, `plain_tiles`, or on a
+matrix unit `linear_amx`).
 """
 
 from __future__ import annotations
