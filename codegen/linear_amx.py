@@ -97,16 +97,10 @@ class MatrixTiles:
         totals = local("float32", most * self.width * LANES)
         rest = bind(T.bitwise_and(count, ROWS - 1))
         with serial(0, -(-blocks // piece)) as p:
-            begin = bind(p * (piece * units))
-            end = bind(T.min(begin + piece * units, blocks * units))
-            with serial(0, T.truncdiv(end - begin, units)) as block:
-                for group in weights:
-                    group.prepare(bind(begin // units + block))
-                with serial(0, units) as u:
-                    number = bind(block * units + u)
-                    for g, group in enumerate(weights):
-                        unpacked = _with_floats(unit_vectors(group, begin + number))
-                        vectors.store(number * vectors.stride, g, unpacked)
+            block = bind(p * piece)
+            stop = bind(T.min(block + piece, blocks))
+            vectors.unpack(weights, block, stop, _unit_vectors)
+            begin, end = bind(block * units), bind(stop * units)
 
             def tile(row: Expr, last: Expr | None) -> None:
                 x = self.x.from_(T.Cast("int64", first + row) * const(4 * stride, "int64"))
@@ -130,8 +124,9 @@ class MatrixTiles:
                 tile(bind(count - rest), rest)
 
 
-def _with_floats(vectors: dict[str, Expr]) -> dict[str, Expr]:
-    """With sub-scales as f32."""
+def _unit_vectors(group: BlockSums, unit: Expr) -> dict[str, Expr]:
+    """`unit_vectors` with sub-scales as f32."""
+    vectors = unit_vectors(group, unit)
     return {n: cast(v, "float32") if n.startswith("scale") else v for n, v in vectors.items()}
 
 

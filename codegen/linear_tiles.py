@@ -64,7 +64,7 @@ class Tiles:
     @cached_property
     def chunk(self) -> int:
         """Steps whose products are summed before they are widened and scaled: 1, 2, 4 or 8."""
-        steps = STEPS * min(self.layout.format.sub_block, UNIT) // UNIT
+        steps = STEPS // self.layout.unit_subs
         if self.dot.kind == "maddubs":
             weight = max(self.zero, self.dot.largest(self.layout) - self.zero)
             activations = LIMITED_FOUR if self.layout.format.wide else 2 * LARGEST_PAIR  # of two steps
@@ -125,14 +125,7 @@ class Tiles:
         with serial(0, -(-blocks // piece)) as p:
             begin = bind(p * piece)
             end = bind(T.min(begin + piece, blocks))
-            with serial(begin, end) as block:
-                for group in weights:
-                    group.prepare(block)
-                with serial(0, units) as u:
-                    unit = bind(block * units + u)
-                    slot = bind((unit - begin * units) * vectors.stride)
-                    for g, group in enumerate(weights):
-                        vectors.store(slot, g, unit_vectors(group, unit))
+            vectors.unpack(weights, begin, end, unit_vectors)
             with serial(0, T.truncdiv(count, self.height)) as t:
                 tile(bind(t * self.height), self.height, begin, end)
             rows = self.height

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zllmc.codegen.block_sums import BlockSums
 from zllmc.codegen.packing import STEPS, PackedLayout
-from zllmc.codegen.tir import Expr, Memory, bind, bits, local
+from zllmc.codegen.tir import Expr, Memory, bind, bits, local, serial
 
 
 def unit_names(layout: PackedLayout) -> list[str]:
@@ -46,6 +46,24 @@ class UnitVectors:
 
     def allocate(self, units: int) -> None:
         self._memory = local("uint8", units * self.stride)
+
+    def unpack(
+        self,
+        weights: Sequence[BlockSums],
+        begin: Expr,
+        end: Expr,
+        vectors_of: Callable[[BlockSums, Expr], dict[str, Expr]],
+    ) -> None:
+        """Store what `vectors_of(group, unit)` gives of blocks begin … end − 1 of each group of weights."""
+        units = weights[0].layout.units
+        with serial(begin, end) as block:
+            for group in weights:
+                group.prepare(block)
+            with serial(0, units) as u:
+                unit = bind(block * units + u)
+                slot = bind((unit - begin * units) * self.stride)
+                for g, group in enumerate(weights):
+                    self.store(slot, g, vectors_of(group, unit))
 
     def store(self, slot: Expr, group: int, vectors: dict[str, Expr]) -> None:
         """`slot`: the number of the unit times `stride`."""
